@@ -1,0 +1,89 @@
+"""A ragged batch: the rows of one forward pass and where they stand."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from app.engine.sequence_state import SequenceState
+from kernels.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one forward pass, sequence by sequence: known tokens to compute, then drafts.
+
+    Sequence i holds the rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`. Where it samples
+    (`num_logits_rows[i] > 0`), its last `num_logits_rows[i]` rows give the logits of the token that
+    follows the last known one and of those that follow each draft.
+    """
+
+    slots: np.ndarray  # [num_seqs] int64
+    num_new_tokens: np.ndarray  # [num_seqs] int64, without drafts
+    num_draft_tokens: np.ndarray  # [num_seqs] int64
+    num_logits_rows: np.ndarray  # [num_seqs] int64: 1 + drafts, or 0 in the midst of a prompt
+    cu_seqlens_q: np.ndarray  # [num_seqs + 1] int64
+    logits_rows: np.ndarray  # [num_logits] int64: rows whose logits are sampled
+    token_ids: torch.Tensor  # [num_tokens] int64, on the device
+    positions: torch.Tensor  # [num_tokens] int64, on the device
+    attention: AttentionMetadata  # on the device
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_seqlens_q[-1])
+
+
+def build_batch(
+    state: SequenceState,
+    slots: np.ndarray,  # [num_seqs] int64
+    starts: np.ndarray,  # [num_seqs] int64: position of each sequence's first row
+    num_new_tokens: np.ndarray,  # [num_seqs] int64, 1 or more
+    draft_token_ids: np.ndarray,  # [num_seqs, k] int64; entries past a sequence's drafts are not read
+    num_draft_tokens: np.ndarray,  # [num_seqs] int64, at most k
+    samples: np.ndarray,  # [num_seqs] bool: the rows reach the sequence's last known token
+    device: torch.device,
+) -> Batch:
+    """Lays out a forward pass over `state`'s sequences; drafts stand after the last known token."""
+    num_rows = num_new_tokens + num_draft_tokens
+    cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int64)
+    np.cumsum(num_rows, out=cu_seqlens_q[1:])
+    row_seq = np.repeat(np.arange(len(slots)), num_rows)
+    row_in_seq = np.arange(cu_seqlens_q[-1]) - cu_seqlens_q[row_seq]
+    positions = starts[row_seq] + row_in_seq
+    row_slots = slots[row_seq]
+
+    token_ids = state.token_ids[row_slots, np.minimum(positions, state.max_model_len - 1)]
+    draft_index = row_in_seq - num_new_tokens[row_seq]
+    is_draft = draft_index >= 0
+    token_ids[is_draft] = draft_token_ids[row_seq[is_draft], draft_index[is_draft]]
+
+    num_logits_rows = np.where(samples, 1 + num_draft_tokens, 0)
+    logits_rows = np.flatnonzero(samples[row_seq] & (draft_index >= -1))
+    context_lens = starts + num_rows
+    max_blocks = -(-int(context_lens.max()) // state.block_size)
+
+    def to_device(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype, non_blocking=True)
+
+    return Batch(
+        slots=slots,
+        num_new_tokens=num_new_tokens,
+        num_draft_tokens=num_draft_tokens,
+        num_logits_rows=num_logits_rows,
+        cu_seqlens_q=cu_seqlens_q,
+        logits_rows=logits_rows,
+        token_ids=to_device(token_ids, torch.int64),
+        positions=to_device(positions, torch.int64),
+        attention=AttentionMetadata(
+            cu_seqlens_q=to_device(cu_seqlens_q, torch.int32),
+            context_lens=to_device(context_lens, torch.int32),
+            block_tables=to_device(state.block_table[slots, :max_blocks], torch.int32),
+            slot_mapping=to_device(state.slot_mapping(row_slots, positions), torch.int64),
+            max_seqlen_q=int(num_rows.max()),
+            max_context_len=int(context_lens.max()),
+        ),
+    )

@@ -1,0 +1,81 @@
+"""The two messages of a step: what the scheduler asks of every rank, and what rank 0 answers."""
+
+from dataclasses import dataclass, field
+
+from app.engine.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class AdmittedSequence:
+    """A sequence that takes a slot in this step; after a preemption, with what it had emitted."""
+
+    slot: int
+    token_ids: list[int]  # prompt, then the tokens emitted before a preemption
+    num_prompt_tokens: int
+    num_computed_tokens: int  # found in the prefix cache; their blocks lead `block_ids`
+    block_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int  # the request's, or the one drawn at admission; 0 <= seed < 2**64
+    stop_token_ids: tuple[int, ...]  # ends of run that `min_tokens` holds back: EOS and the request's own
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """A sequence's share of this step: tokens to compute, and drafts it has room for."""
+
+    slot: int
+    num_new_tokens: int  # known tokens to compute: a prompt chunk, or 1
+    num_draft_tokens: int  # at most so many drafts, verified in this step; blocks for them are allocated
+    new_block_ids: list[int]  # appended to the slot's block table before the step
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """Released slots first, then admissions, then the batch, in the order of `scheduled`."""
+
+    step_id: int
+    scheduled: list[ScheduledSequence]
+    admitted: list[AdmittedSequence] = field(default_factory=list)
+    released_slots: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Logprobs at one position, before any processing of the logits."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top: list[tuple[int, float]]  # most likely first
+
+
+@dataclass(frozen=True)
+class SequenceResult:
+    """What a scheduled sequence emitted: nothing while its prompt is unfinished or when it failed."""
+
+    slot: int
+    token_ids: list[int]  # accepted drafts, then one recovered or bonus token
+    num_drafted: int = 0
+    num_accepted: int = 0
+    logprobs: list[TokenLogprobs] | None = None  # one an emitted token, where asked
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the prompt tokens whose logits this step computed
+    error: str | None = None  # e.g. NaN logits: the request ends with this message
+
+
+@dataclass
+class StepTimings:
+    """Seconds by phase. `propose_s` includes the drafter's catch-up."""
+
+    propose_s: float = 0.0
+    forward_s: float = 0.0
+    verify_s: float = 0.0
+    commit_s: float = 0.0
+    num_rows: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    step_id: int
+    sequences: list[SequenceResult]  # in the order of the plan's `scheduled`
+    timings: StepTimings
+    drafter_fault: str | None = None  # traceback of a proposer that raised: the step went on without drafts

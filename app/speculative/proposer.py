@@ -1,0 +1,50 @@
+"""What every proposer answers to, and what it hands to verification."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from app.engine.batch import Batch
+from app.engine.plan import StepPlan
+from app.engine.sequence_state import SequenceState
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Drafts of a step, in the order of the plan's `scheduled`."""
+
+    token_ids: np.ndarray  # [num_seqs, k] int64; entries past num_tokens are not read
+    num_tokens: np.ndarray  # [num_seqs] int64: 0 <= num_tokens <= the plan's num_draft_tokens
+    probs: torch.Tensor | None = None  # [num_seqs, k, vocab_size] fp32 the drafts were drawn from; None: one-hot
+
+    @staticmethod
+    def none(num_seqs: int) -> "Drafts":
+        return Drafts(np.zeros((num_seqs, 0), dtype=np.int64), np.zeros(num_seqs, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target said to a batch; arrays are in the order of its sequences."""
+
+    emitted_token_ids: np.ndarray  # [num_seqs, 1 + k] int64; entries past num_emitted are not read
+    num_emitted: np.ndarray  # [num_seqs] int64: accepted + 1, or 0 where the sequence does not sample or failed
+    num_accepted: np.ndarray  # [num_seqs] int64
+    failed: np.ndarray  # [num_seqs] bool: a logits row up to the first rejection was not usable (NaN, or all -inf)
+
+
+class Proposer(Protocol):
+    """Owns its drafter, the drafter's KV layers and what it remembers of each slot."""
+
+    def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
+        """Drafts for the plan's batch, after catching up with the tokens computed since the last step.
+
+        `state` has the plan applied. May raise: the worker then goes on without drafts and calls `reset`.
+        """
+
+    def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
+        """Sees the target's step, after commit. `hidden_states` is [num_tokens, hidden_size]."""
+
+    def reset(self) -> None:
+        """Forgets all that is known of the slots, so that drafting starts clean after a fault."""

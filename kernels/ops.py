@@ -1,0 +1,116 @@
+"""The operators that the rest of the program calls, each served by the best kernels for its device.
+
+CUDA: Triton (attention by vllm-flash-attn where it is installed). CPU: the compiled kernels of
+`kernels.cpu` in bf16 and fp32 where a compiler is found. Else the torch twins, which also say what
+each operator computes.
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+from types import ModuleType
+
+import torch
+
+from kernels import reference
+from kernels.metadata import AttentionMetadata
+from kernels.packed_weight import Weight
+
+logger = logging.getLogger(__name__)
+
+CPU_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
+
+
+@functools.cache
+def select_backend(device_type: str, dtype: torch.dtype) -> ModuleType:
+    """The module whose functions serve tensors of a device and dtype; logged once for each pair."""
+    backend: ModuleType = reference
+    if device_type == "cpu" and dtype in CPU_KERNEL_DTYPES and importlib.util.find_spec("kernels.cpu.ops"):
+        cpu_ops = importlib.import_module("kernels.cpu.ops")
+        if cpu_ops.is_available():
+            backend = cpu_ops
+    logger.info("kernels for %s on %s: %s", dtype, device_type, backend.__name__)
+    return backend
+
+
+def rms_norm(
+    x: torch.Tensor,  # [..., H]
+    weight: torch.Tensor,  # [H]
+    eps: float,
+) -> torch.Tensor:
+    return _backend(x).rms_norm(x, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor,  # [..., H]
+    residual: torch.Tensor,  # [..., H]; may be overwritten
+    weight: torch.Tensor,  # [H]
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(normed, new residual)."""
+    return _backend(x).add_rms_norm(x, residual, weight, eps)
+
+
+def silu_and_mul(
+    gate_up: torch.Tensor,  # [T, 2 * I]
+) -> torch.Tensor:  # [T, I]
+    return _backend(gate_up).silu_and_mul(gate_up)
+
+
+def rotary_embedding(
+    positions: torch.Tensor,  # [T] int64
+    query: torch.Tensor,  # [T, num_heads, D]; may be overwritten
+    key: torch.Tensor,  # [T, num_kv_heads, D]; may be overwritten
+    cos_sin_cache: torch.Tensor,  # [max_position, rotary_dim] fp32: cosines, then sines
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _backend(query).rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
+
+
+def store_kv(
+    key: torch.Tensor,  # [T, num_kv_heads, D]
+    value: torch.Tensor,  # [T, num_kv_heads, D]
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, D]
+    value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, D]
+    slot_mapping: torch.Tensor,  # [T] int64; -1 = not stored
+) -> None:
+    _backend(key).store_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [T, num_heads, D]
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, D]
+    value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, D]
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:  # [T, num_heads, D]
+    return _backend(query).paged_attention(query, key_cache, value_cache, metadata, scale, sliding_window)
+
+
+def pack_weight(
+    weight: torch.Tensor,  # [N, K]
+) -> Weight:
+    """The weight in the layout that `linear` reads fastest; the caller drops its own reference."""
+    return _backend(weight).pack_weight(weight)
+
+
+def linear(
+    x: torch.Tensor,  # [..., K]
+    weight: Weight,  # [N, K], of x's dtype
+    bias: torch.Tensor | None = None,  # [N]
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # [..., N]
+    return _backend(x).linear(x, weight, bias, out_dtype)
+
+
+def embedding(
+    token_ids: torch.Tensor,  # [T] int64
+    weight: Weight,  # [N, K]
+) -> torch.Tensor:  # [T, K]
+    return _backend(weight).embedding(token_ids, weight)
+
+
+def _backend(tensor: Weight) -> ModuleType:
+    return select_backend(tensor.device.type, tensor.dtype)

@@ -1,0 +1,218 @@
+"""The engine behind an event loop: steps run in a thread of their own, deltas arrive in the loop."""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from app.engine.outputs import GenerationRequest, SequenceDelta
+from app.engine_config import EngineConfig
+from app.llm_engine import LLMEngine
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class EngineDeadError(RuntimeError):
+    """The step loop ended with an exception of ours; the engine must be replaced."""
+
+
+class EngineStalledError(RuntimeError):
+    """Work is pending, and no step has finished for longer than the limit."""
+
+
+class AsyncEngine:
+    """Runs an LLMEngine's steps in one thread, which alone touches it.
+
+    Everything else reaches the engine as a call in the thread's inbox, carried out between two steps.
+    """
+
+    def __init__(self, engine: LLMEngine, stall_limit_s: float = 60.0) -> None:
+        self._engine = engine
+        self._stall_limit_s = stall_limit_s
+        self._loop = asyncio.get_running_loop()
+        self._inbox: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}  # owned by the loop
+        self._stopped: EngineDeadError | None = None
+        self._last_progress = time.monotonic()
+        self._busy = False
+        self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    async def create(cls, config: EngineConfig, *, progress: bool = True, stall_limit_s: float = 60.0) -> "AsyncEngine":
+        """Loads the model in a thread, so that the event loop stays free.
+
+        Raises ValueError for a configuration that cannot be honoured.
+        """
+        engine = await asyncio.to_thread(lambda: LLMEngine(config, progress=progress))
+        return cls(engine, stall_limit_s)
+
+    @property
+    def num_open_requests(self) -> int:
+        return len(self._streams)
+
+    @property
+    def engine(self) -> LLMEngine:
+        """For what never changes once loaded (tokenizer, limits); the rest belongs to the step thread."""
+        return self._engine
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[SequenceDelta]]:
+        """A request's deltas, all of a step at once; closing the iterator aborts the request.
+
+        Raises ValueError for a request that the engine refuses, before the first delta; EngineDeadError
+        where the step loop has failed.
+        """
+        if request.request_id in self._streams:
+            raise ValueError(f"request_id {request.request_id!r} is in use: choose another")
+        stream = self._streams[request.request_id] = _Stream(request.n)
+        try:
+            await self._call(lambda: self._engine.add_request(request))
+            while not stream.finished:
+                yield await stream.next_deltas()
+        finally:
+            self._streams.pop(request.request_id, None)
+            if not stream.finished:
+                self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request between two steps; nothing happens where it has ended already."""
+        self._inbox.put(_Call(lambda: self._engine.abort_request(request_id)))
+
+    async def stats(self) -> dict[str, Any]:
+        return await self._call(self._engine.stats)
+
+    async def set_num_speculative_tokens(self, num: int) -> None:
+        """Changes the draft length of all later steps.
+
+        Raises ValueError for a number that the engine was not built for.
+        """
+        await self._call(lambda: self._engine.set_num_speculative_tokens(num))
+
+    def check_health(self) -> None:
+        """Raises EngineDeadError or EngineStalledError where no answer is to be expected."""
+        if self._stopped is not None:
+            raise self._stopped
+        age = time.monotonic() - self._last_progress
+        if self._busy and age > self._stall_limit_s:
+            raise EngineStalledError(f"work is pending, and no step has finished for {age:.0f} s")
+
+    def shutdown(self) -> None:
+        """Ends the step thread after the step in flight; open requests get EngineDeadError."""
+        self._inbox.put(None)
+        self._thread.join(timeout=self._stall_limit_s)
+
+    async def _call(self, function: Callable[[], Result]) -> Result:
+        """Runs `function` in the step thread, between two steps."""
+        if self._stopped is not None:
+            raise self._stopped
+        call = _Call(function)
+        self._inbox.put(call)
+        # Shielded: a caller that is cancelled must not cancel a call that the thread is carrying out.
+        return await asyncio.shield(asyncio.wrap_future(call.future))
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            while self._drain_inbox():
+                deltas = self._engine.step()
+                self._last_progress = time.monotonic()
+                if deltas:
+                    self._loop.call_soon_threadsafe(self._dispatch, deltas)
+        except BaseException as error:
+            logger.exception("The step loop failed")
+            failure = error
+        self._busy = False
+        self._engine.shutdown()
+        reason = EngineDeadError(f"the step loop failed: {failure!r}" if failure else "the engine was shut down")
+        reason.__cause__ = failure
+        try:
+            self._loop.call_soon_threadsafe(self._stop, reason)
+        except RuntimeError:
+            logger.debug("The event loop is closed: nobody waits for the engine any more")
+
+    def _drain_inbox(self) -> bool:
+        """Carries out what has come in, waiting while there is nothing to step; False to end."""
+        while True:
+            idle = not self._engine.has_work
+            self._busy = not idle
+            try:
+                call = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if call is None:
+                return False
+            if idle:
+                self._last_progress = time.monotonic()
+            call.run()
+
+    def _stop(self, reason: EngineDeadError) -> None:
+        """In the loop, after the last step: everyone who waits, or will, is told."""
+        self._stopped = reason
+        for stream in self._streams.values():
+            stream.fail(reason)
+        while not self._inbox.empty():
+            if (call := self._inbox.get()) is not None:
+                call.future.set_exception(reason)
+
+    def _dispatch(self, deltas: list[SequenceDelta]) -> None:
+        by_request: dict[str, list[SequenceDelta]] = defaultdict(list)
+        for delta in deltas:
+            by_request[delta.request_id].append(delta)
+        for request_id, own in by_request.items():
+            if (stream := self._streams.get(request_id)) is not None:
+                stream.put(own)
+
+
+class _Call(Generic[Result]):
+    """A call on its way to the step thread, and its result on the way back."""
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self.future: Future[Result] = Future()
+
+    def run(self) -> None:
+        try:
+            self.future.set_result(self._function())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+
+class _Stream:
+    """Deltas of one request on their way to its consumer; a slow consumer gets several steps at once."""
+
+    def __init__(self, n: int) -> None:
+        self._num_unfinished = n
+        self._deltas: list[SequenceDelta] = []
+        self._failure: Exception | None = None
+        self._ready = asyncio.Event()
+
+    @property
+    def finished(self) -> bool:
+        """All choices have ended and all deltas were taken."""
+        return self._num_unfinished == 0 and not self._deltas
+
+    def put(self, deltas: list[SequenceDelta]) -> None:
+        self._deltas.extend(deltas)
+        self._num_unfinished -= sum(delta.finished for delta in deltas)
+        self._ready.set()
+
+    def fail(self, failure: Exception) -> None:
+        self._failure = failure
+        self._ready.set()
+
+    async def next_deltas(self) -> list[SequenceDelta]:
+        await self._ready.wait()
+        if not self._deltas and self._failure is not None:
+            raise self._failure
+        self._ready.clear()
+        deltas, self._deltas = self._deltas, []
+        if self._failure is not None:
+            self._ready.set()
+        return deltas

@@ -1,0 +1,170 @@
+"""One rank: the target, its drafter and the state of their sequences."""
+
+import logging
+import time
+import traceback
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from app.engine.batch import Batch, build_batch
+from app.engine.logprobs import token_logprobs
+from app.engine.model_runner import ModelOutput, ModelRunner
+from app.engine.plan import SequenceResult, StepPlan, StepResult, StepTimings, TokenLogprobs
+from app.engine.sequence_state import SequenceState
+from app.speculative.proposer import Drafts, Proposer, Verdict
+from app.speculative.verifier import Verifier
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """Holds what a rank keeps between steps; `speculative_step` is its one hot method."""
+
+    def __init__(
+        self,
+        state: SequenceState,
+        model_runner: ModelRunner,
+        verifier: Verifier,
+        proposer: Proposer | None,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.state = state
+        self.vocab_size = vocab_size
+        self.model_runner = model_runner
+        self.verifier = verifier
+        self.proposer = proposer
+        self.device = device
+        self._fault_logged = False
+
+    def speculative_step(self, plan: StepPlan) -> StepResult:
+        """Propose, verify, reject, commit: one step of every scheduled sequence."""
+        clock = _PhaseClock()
+        self.state.apply(plan)
+        drafts, drafter_fault = self._propose(plan)
+        clock.lap("propose_s")
+        batch = self._lay_out(plan, drafts)
+        output = self.model_runner.forward(batch)
+        clock.lap("forward_s")
+        verdict = self.verifier.verify(output.logits, batch, drafts)
+        clock.lap("verify_s")
+        results = self._results(batch, output, verdict)
+        self._commit(batch, verdict)
+        drafter_fault = self._observe(batch, output, verdict) or drafter_fault
+        clock.lap("commit_s")
+        clock.timings.num_rows = batch.num_tokens
+        return StepResult(plan.step_id, results, clock.timings, drafter_fault)
+
+    def _propose(self, plan: StepPlan) -> tuple[Drafts, str | None]:
+        if self.proposer is None:
+            return Drafts.none(len(plan.scheduled)), None
+        try:
+            drafts = self.proposer.propose(self.state, plan)
+            self._check(drafts, plan)
+            return drafts, None
+        except Exception:
+            return Drafts.none(len(plan.scheduled)), self._drafter_fault()
+
+    def _check(self, drafts: Drafts, plan: StepPlan) -> None:
+        """A draft that the plan has no room for, or that is no token of the target, is the proposer's fault."""
+        num_allowed = np.array([s.num_draft_tokens for s in plan.scheduled], dtype=np.int64)
+        assert ((drafts.num_tokens >= 0) & (drafts.num_tokens <= num_allowed)).all(), "more drafts than planned"
+        token_ids = drafts.token_ids[np.arange(drafts.token_ids.shape[1]) < drafts.num_tokens[:, None]]
+        assert ((token_ids >= 0) & (token_ids < self.vocab_size)).all(), "a draft outside the vocabulary"
+
+    def _observe(self, batch: Batch, output: ModelOutput, verdict: Verdict) -> str | None:
+        if self.proposer is None:
+            return None
+        try:
+            self.proposer.observe(batch, output.hidden_states, verdict)
+        except Exception:
+            return self._drafter_fault()
+        return None
+
+    def _drafter_fault(self) -> str:
+        """Speculation may fail, serving may not: says what happened and lets the proposer start clean."""
+        assert self.proposer is not None
+        fault = traceback.format_exc()
+        if not self._fault_logged:
+            logger.error("The proposer failed; this step goes on without drafts. Later faults are counted.\n%s", fault)
+            self._fault_logged = True
+        self.proposer.reset()
+        return fault
+
+    def _lay_out(self, plan: StepPlan, drafts: Drafts) -> Batch:
+        slots = np.array([s.slot for s in plan.scheduled], dtype=np.int64)
+        num_new_tokens = np.array([s.num_new_tokens for s in plan.scheduled], dtype=np.int64)
+        starts = self.state.num_computed_tokens[slots]
+        samples = starts + num_new_tokens == self.state.num_tokens[slots]
+        return build_batch(
+            self.state, slots, starts, num_new_tokens, drafts.token_ids, drafts.num_tokens, samples, self.device
+        )
+
+    def _commit(self, batch: Batch, verdict: Verdict) -> None:
+        for i, slot in enumerate(batch.slots.tolist()):
+            emitted = verdict.emitted_token_ids[i, : verdict.num_emitted[i]]
+            self.state.commit(slot, int(batch.num_new_tokens[i]), emitted)
+
+    def _results(self, batch: Batch, output: ModelOutput, verdict: Verdict) -> list[SequenceResult]:
+        emitted = verdict.emitted_token_ids.tolist()
+        num_emitted, num_accepted = verdict.num_emitted.tolist(), verdict.num_accepted.tolist()
+        num_drafted, failed = batch.num_draft_tokens.tolist(), verdict.failed.tolist()
+        logprobs = self._logprobs(batch, output, verdict)
+        prompt_logprobs = self._prompt_logprobs(batch, output)
+        return [
+            SequenceResult(
+                slot=slot,
+                token_ids=emitted[i][: num_emitted[i]],
+                num_drafted=num_drafted[i],
+                num_accepted=num_accepted[i],
+                logprobs=logprobs.get(i),
+                prompt_logprobs=prompt_logprobs.get(i),
+                error="the model's logits are not numbers (NaN) at this position" if failed[i] else None,
+            )
+            for i, slot in enumerate(batch.slots.tolist())
+        ]
+
+    def _logprobs(self, batch: Batch, output: ModelOutput, verdict: Verdict) -> dict[int, list[TokenLogprobs]]:
+        """Logprobs of the emitted tokens of the sequences that asked, by index in the batch."""
+        logprobs = {}
+        first_rows = np.cumsum(batch.num_logits_rows) - batch.num_logits_rows
+        for i, slot in enumerate(batch.slots.tolist()):
+            params, num = self.state.sampling_params[slot], int(verdict.num_emitted[i])
+            if params is not None and params.logprobs is not None and num:
+                rows = output.logits[first_rows[i] : first_rows[i] + num]
+                logprobs[i] = token_logprobs(rows, verdict.emitted_token_ids[i, :num], params.logprobs)
+        return logprobs
+
+    def _prompt_logprobs(self, batch: Batch, output: ModelOutput) -> dict[int, list[TokenLogprobs]]:
+        """Logprobs of prompt tokens that follow this step's rows, where asked, by index in the batch."""
+        logprobs = {}
+        for i, slot in enumerate(batch.slots.tolist()):
+            params = self.state.sampling_params[slot]
+            if params is None or params.prompt_logprobs is None:
+                continue
+            start = int(self.state.num_computed_tokens[slot])
+            end = min(start + int(batch.num_new_tokens[i]), int(self.state.num_prompt_tokens[slot]) - 1)
+            if start < end:
+                first_row = int(batch.cu_seqlens_q[i])
+                logits = self.model_runner.logits(
+                    output.hidden_states, np.arange(first_row, first_row + end - start, dtype=np.int64)
+                )
+                token_ids = self.state.token_ids[slot, start + 1 : end + 1]
+                logprobs[i] = token_logprobs(logits, token_ids, params.prompt_logprobs)
+        return logprobs
+
+
+@dataclass
+class _PhaseClock:
+    """Splits a step's time among its phases."""
+
+    def __post_init__(self) -> None:
+        self.timings = StepTimings()
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        setattr(self.timings, phase, now - self._last)
+        self._last = now

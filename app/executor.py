@@ -18,10 +18,10 @@ class LocalExecutor:
     """One rank, in this process."""
 
     def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+        self.worker = worker
 
     def execute(self, plan: StepPlan) -> StepResult:
-        return self._worker.speculative_step(plan)
+        return self.worker.speculative_step(plan)
 
     def shutdown(self) -> None:
         """Nothing outlives this process."""

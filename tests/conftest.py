@@ -1,0 +1,32 @@
+"""Shared fixtures: small random checkpoints, made once a session."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers.tiny_models import make_tiny_checkpoint
+
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _two_threads() -> None:
+    """Tiny models only lose by more threads; two still exercise the split."""
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """`tiny_checkpoint(architecture, seed, **overrides)` -> folder, built once."""
+    root = tmp_path_factory.mktemp("checkpoints")
+
+    def checkpoint(architecture: str = "llama", seed: int = 0, **overrides: int) -> Path:
+        folder = root / "-".join([architecture, str(seed), *(f"{name}{value}" for name, value in overrides.items())])
+        if not folder.exists():
+            make_tiny_checkpoint(folder, architecture=architecture, seed=seed, **overrides)
+        return folder
+
+    return checkpoint

@@ -1,0 +1,183 @@
+"""Greedy and seeded text is the plain one, whatever drafts, batch mates, chunks, preemptions and cache hits do."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from app.engine.plan import StepPlan
+from app.engine.sampling_params import SamplingParams
+from app.engine.sequence_state import SequenceState
+from app.llm_engine import LLMEngine
+from app.speculative.proposer import Drafts
+from app.speculative.registry import PROPOSERS
+from models.config import read_model_config
+
+ARCHITECTURES = ["llama", "llama3", "smollm2", "qwen2", "qwen3", "mistral"]
+MAX_TOKENS = 24
+MAX_MODEL_LEN = 96
+BLOCK_SIZE = 8
+GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+
+
+def make_prompts() -> list[list[int]]:
+    """Eight prompts of 1 to 40 tokens; half repeat themselves, so that lookup has something to find."""
+    rng = np.random.default_rng(0)
+    lengths = [1, 2, 7, 8, 17, 24, 33, 40]
+    prompts = [rng.integers(3, 250, length).tolist() for length in lengths]
+    return [(prompt[:5] * 9)[: len(prompt)] if i % 2 else prompt for i, prompt in enumerate(prompts)]
+
+
+PROMPTS = make_prompts()
+
+
+def speculative_config(method: str, tiny_checkpoint, architecture: str) -> dict | None:
+    """A configuration of each registered method on `architecture`; a new method must add itself here."""
+    configs = {
+        "ngram": {"min_n": 1, "max_n": 3},
+        "draft_model": {"model": str(tiny_checkpoint(architecture, num_hidden_layers=1))},
+        "perfect_draft_model": {"method": "draft_model", "model": str(tiny_checkpoint(architecture))},
+    }
+    return {"method": method, "num_speculative_tokens": 3, **configs[method]}
+
+
+METHODS = [*PROPOSERS, "perfect_draft_model"]
+
+SCENARIOS = {
+    "alone": {"max_num_seqs": 1},
+    "batch": {"max_num_seqs": 8},
+    "chunked": {"max_num_seqs": 8, "max_num_batched_tokens": 11},
+    "preempted": {"max_num_seqs": 8, "num_blocks": 26},
+    "uncached": {"max_num_seqs": 4, "enable_prefix_caching": False},
+}
+
+
+def make_engine(folder, speculative: dict | None, *, num_blocks: int | None = None, **fields) -> LLMEngine:
+    sizes = {"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, "max_num_seqs": 8, **fields}
+    if num_blocks is not None:
+        folders = [folder] + ([speculative["model"]] if speculative and "model" in speculative else [])
+        sizes["kv_cache_memory"] = num_blocks * BLOCK_SIZE * sum(token_bytes(name) for name in folders)
+    return LLMEngine(
+        model=str(folder), dtype="float32", device="cpu", speculative_config=speculative, progress=False, **sizes
+    )
+
+
+def token_bytes(folder) -> int:
+    config = read_model_config(folder)
+    return 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def run(engine: LLMEngine, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
+    outputs = engine.generate(PROMPTS, params, use_tqdm=False)
+    stats = engine.stats()
+    assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert stats["num_drafter_faults"] == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_checkpoint):
+    """Greedy ids of each architecture, one prompt at a time, nothing speculated or cached."""
+    known: dict[str, list[list[int]]] = {}
+
+    def plain_ids(architecture: str) -> list[list[int]]:
+        if architecture not in known:
+            engine = make_engine(tiny_checkpoint(architecture), None, max_num_seqs=1, enable_prefix_caching=False)
+            known[architecture] = run(engine, GREEDY)
+        return known[architecture]
+
+    return plain_ids
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_ids_equal_plain_decoding(architecture, method, scenario, plain, tiny_checkpoint):
+    speculative = speculative_config(method, tiny_checkpoint, architecture)
+    engine = make_engine(tiny_checkpoint(architecture), speculative, **SCENARIOS[scenario])
+    assert run(engine, GREEDY) == plain(architecture)
+    first = engine.stats()
+    assert run(engine, GREEDY) == plain(architecture), "the second run, with what the prefix cache holds"
+    assert first["num_drafted"] > 0
+    if scenario == "preempted":
+        assert first["num_preemptions"] > 0
+    if engine.config.enable_prefix_caching and scenario != "preempted":
+        assert engine.stats()["num_prefix_hit_tokens"] > first["num_prefix_hit_tokens"]
+
+
+def test_a_perfect_drafter_is_always_accepted_whatever_the_schedule(tiny_checkpoint):
+    """Stale, missing or shifted drafter KV would leave the text right and show here alone."""
+    for scenario in SCENARIOS:
+        speculative = speculative_config("perfect_draft_model", tiny_checkpoint, "llama")
+        engine = make_engine(tiny_checkpoint("llama"), speculative, **SCENARIOS[scenario])
+        for _ in range(2):
+            run(engine, GREEDY)
+        stats = engine.stats()
+        assert stats["num_accepted"] == stats["num_drafted"] > 0, scenario
+
+
+class ArbitraryProposer:
+    """Drafts true continuations, wrong ones and mixtures, in ragged lengths."""
+
+    def __init__(self, prompts: list[list[int]], continuations: list[list[int]], seed: int) -> None:
+        self._texts = [prompt + continuation for prompt, continuation in zip(prompts, continuations, strict=True)]
+        self._rng = np.random.default_rng(seed)
+
+    def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
+        rows, lengths = [], []
+        for scheduled in plan.scheduled:
+            num_tokens = int(state.num_tokens[scheduled.slot])
+            known = state.token_ids[scheduled.slot, :num_tokens].tolist()
+            k = int(self._rng.integers(0, scheduled.num_draft_tokens + 1))
+            text = next((text for text in self._texts if text[:num_tokens] == known), [])
+            right = text[num_tokens : num_tokens + k]
+            row = np.array(right + [5] * (k - len(right)), dtype=np.int64)
+            if k and self._rng.random() < 0.5:
+                row[self._rng.integers(0, k) :] = self._rng.integers(3, 250)
+            rows.append(row)
+            lengths.append(k)
+        token_ids = np.zeros((len(rows), max(lengths, default=0)), dtype=np.int64)
+        for i, row in enumerate(rows):
+            token_ids[i, : len(row)] = row
+        return Drafts(token_ids, np.array(lengths, dtype=np.int64))
+
+    def observe(self, batch, hidden_states, verdict) -> None:
+        """Nothing to remember."""
+
+    def reset(self) -> None:
+        """Nothing to forget."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arbitrary_drafts_never_change_greedy_text(seed, plain, tiny_checkpoint):
+    speculative = {"method": "ngram", "num_speculative_tokens": 5}
+    engine = make_engine(tiny_checkpoint("llama"), speculative, max_num_batched_tokens=13, num_blocks=40)
+    engine.executor.worker.proposer = ArbitraryProposer(PROMPTS, plain("llama"), seed)
+    assert run(engine, GREEDY) == plain("llama")
+    stats = engine.stats()
+    assert 0 < stats["num_accepted"] < stats["num_drafted"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_seed_decides_the_text_alone(method, tiny_checkpoint):
+    """Coupled verification: the same ids with any drafter, any k, any batch mates, and none of them."""
+    folder = tiny_checkpoint("llama")
+    params = [
+        SamplingParams(
+            temperature=0.7 + 0.1 * i,
+            top_p=0.9,
+            top_k=20 * (i % 2),
+            seed=1000 + i,
+            presence_penalty=0.5 * (i % 3),
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+        )
+        for i in range(len(PROMPTS))
+    ]
+    expected = run(make_engine(folder, None, max_num_seqs=1), params)
+    speculative = speculative_config(method, tiny_checkpoint, "llama")
+    for k, scenario in ((1, "batch"), (3, "chunked"), (4, "preempted")):
+        engine = make_engine(folder, {**speculative, "num_speculative_tokens": k}, **SCENARIOS[scenario])
+        assert run(engine, params) == expected, (k, scenario)
+    some_off = [replace(p, num_speculative_tokens=0) if i % 2 else p for i, p in enumerate(params)]
+    assert run(make_engine(folder, speculative), some_off) == expected

@@ -26,7 +26,10 @@ CPU_KERNEL_DTYPES = (torch.bfloat16, torch.float32)
 def select_backend(device_type: str, dtype: torch.dtype) -> ModuleType:
     """The module whose functions serve tensors of a device and dtype; logged once for each pair."""
     backend: ModuleType = reference
-    if device_type == "cpu" and dtype in CPU_KERNEL_DTYPES and importlib.util.find_spec("kernels.cpu.ops"):
+    if device_type == "cuda":
+        # Not at the top: Triton is absent where there is no CUDA.
+        backend = importlib.import_module("kernels.cuda_ops")
+    elif device_type == "cpu" and dtype in CPU_KERNEL_DTYPES and importlib.util.find_spec("kernels.cpu.ops"):
         cpu_ops = importlib.import_module("kernels.cpu.ops")
         if cpu_ops.is_available():
             backend = cpu_ops

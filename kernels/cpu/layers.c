@@ -1,0 +1,201 @@
+/* The layers between the matrix products, each one pass over its rows: RMSNorm, SiLU-gated product, rotary embedding,
+ * storing keys and values, and the embedding lookup in packed weights. Values are bf16 or float (`is_float`), arithmetic
+ * is float, every result is rounded once. A row's result is a function of that row only.
+ */
+#include <math.h>
+
+#include "dot_tile.h"
+#include "parallel.h"
+
+typedef struct RowsCall RowsCall;
+typedef void (*RowKernel)(const RowsCall *call, int64_t row);
+
+/* One call over rows; each kernel reads the fields that its launcher below sets. */
+struct RowsCall {
+    TaskQueue queue; /* a task: ROWS_PER_TASK rows */
+    RowKernel kernel;
+    int64_t num_rows, width;
+    const void *x;
+    int64_t x_stride;
+    void *out;
+    void *residual;
+    const void *weight;
+    float eps;
+};
+
+enum { ROWS_PER_TASK = 8, ELEMENTS_WORTH_A_THREAD = 1 << 14 };
+
+static void run_rows(void *context) {
+    RowsCall *call = context;
+    for (int64_t task; (task = take_task(&call->queue)) < call->queue.num_tasks;) {
+        int64_t end = (task + 1) * ROWS_PER_TASK < call->num_rows ? (task + 1) * ROWS_PER_TASK : call->num_rows;
+        for (int64_t row = task * ROWS_PER_TASK; row < end; row++) call->kernel(call, row);
+    }
+}
+
+static void launch_rows(int64_t num_threads, RowsCall *call) {
+    call->queue = (TaskQueue){.num_tasks = (call->num_rows + ROWS_PER_TASK - 1) / ROWS_PER_TASK, .next = 0};
+    if (call->num_rows * call->width < 2 * ELEMENTS_WORTH_A_THREAD) num_threads = 1;
+    run_on_threads(num_threads, run_rows, call);
+}
+
+/* ---- RMSNorm: out = x / sqrt(mean(x^2) + eps) * weight; with a residual, x + residual takes the place of x ---- */
+
+ALWAYS_INLINE void norm_row(const RowsCall *call, int64_t row, int has_residual, int is_float) {
+    int64_t H = call->width, at = row * call->x_stride, out_at = row * H;
+    const void *x = call->x;
+    vf squares = {0};
+    for (int64_t i = 0; i < H; i += VL) {
+        int lanes = lanes_left(i, H);
+        vf value = v_load_any(x, at + i, lanes, is_float);
+        if (has_residual) {
+            value += v_load_any(call->residual, out_at + i, lanes, is_float);
+            v_store_any(call->residual, out_at + i, value, lanes, is_float);
+            if (!is_float) value = v_load_any(call->residual, out_at + i, lanes, is_float); /* the rounded sum */
+        }
+        squares = v_fma(value, value, squares);
+    }
+    vf scale = v_set1(1.0f / sqrtf(v_sum(squares) / (float)H + call->eps));
+    if (has_residual) x = call->residual, at = out_at;
+    for (int64_t i = 0; i < H; i += VL) {
+        int lanes = lanes_left(i, H);
+        vf value = v_load_any(x, at + i, lanes, is_float) * scale;
+        v_store_any(call->out, out_at + i, value * v_load_any(call->weight, i, lanes, is_float), lanes, is_float);
+    }
+}
+
+static void norm_row_float(const RowsCall *call, int64_t row) { norm_row(call, row, 0, 1); }
+static void norm_row_bf16(const RowsCall *call, int64_t row) { norm_row(call, row, 0, 0); }
+static void add_norm_row_float(const RowsCall *call, int64_t row) { norm_row(call, row, 1, 1); }
+static void add_norm_row_bf16(const RowsCall *call, int64_t row) { norm_row(call, row, 1, 0); }
+
+/* residual [T, H] may be NULL; otherwise it is replaced by x + residual. */
+void rms_norm(int64_t num_threads, int64_t T, int64_t H, int is_float, const void *x, int64_t x_stride, void *residual,
+              const void *weight, void *out, float eps) {
+    RowKernel kernel = residual ? (is_float ? add_norm_row_float : add_norm_row_bf16) : (is_float ? norm_row_float : norm_row_bf16);
+    RowsCall call = {.kernel = kernel, .num_rows = T, .width = H, .x = x, .x_stride = x_stride, .residual = residual,
+                     .weight = weight, .out = out, .eps = eps};
+    launch_rows(num_threads, &call);
+}
+
+/* ---- out = silu(gate) * up, gate and up being the halves of a row ---- */
+
+ALWAYS_INLINE void silu_row(const RowsCall *call, int64_t row, int is_float) {
+    int64_t I = call->width, at = row * call->x_stride;
+    for (int64_t i = 0; i < I; i += VL) {
+        int lanes = lanes_left(i, I);
+        vf gate = v_load_any(call->x, at + i, lanes, is_float), up = v_load_any(call->x, at + I + i, lanes, is_float);
+        vf silu = gate / (v_set1(1.0f) + v_exp(-gate));
+        v_store_any(call->out, row * I + i, silu * up, lanes, is_float);
+    }
+}
+
+static void silu_row_float(const RowsCall *call, int64_t row) { silu_row(call, row, 1); }
+static void silu_row_bf16(const RowsCall *call, int64_t row) { silu_row(call, row, 0); }
+
+void silu_and_mul(int64_t num_threads, int64_t T, int64_t I, int is_float, const void *gate_up, int64_t row_stride, void *out) {
+    RowsCall call = {.kernel = is_float ? silu_row_float : silu_row_bf16, .num_rows = T, .width = I, .x = gate_up,
+                     .x_stride = row_stride, .out = out};
+    launch_rows(num_threads, &call);
+}
+
+/* ---- Rotary embedding in place, then, if caches are given, keys and values into their slots ---- */
+
+typedef struct {
+    TaskQueue queue; /* a task: ROWS_PER_TASK tokens */
+    int64_t num_tokens, num_query_heads, num_key_heads, head_dim, rotary_dim;
+    int is_float, interleaved;
+    const int64_t *positions;
+    void *query, *key;
+    int64_t query_stride, key_stride; /* elements from token to token; heads of a token are contiguous */
+    const float *cos_sin;             /* [max_position, rotary_dim]: cosines, then sines */
+} RotaryCall;
+
+ALWAYS_INLINE void rotate_head(void *head, int64_t at, const float *cosine, const float *sine, int64_t half, int is_float, int interleaved) {
+    if (interleaved) { /* pairs (2i, 2i + 1) */
+        for (int64_t i = 0; i < half; i++) {
+            float *f = (float *)head + at + 2 * i;
+            bf16 *h = (bf16 *)head + at + 2 * i;
+            float first = is_float ? f[0] : bf16_to_float(h[0]), second = is_float ? f[1] : bf16_to_float(h[1]);
+            float rotated_first = first * cosine[i] - second * sine[i];
+            float rotated_second = second * cosine[i] + first * sine[i];
+            if (is_float)
+                f[0] = rotated_first, f[1] = rotated_second;
+            else
+                h[0] = float_to_bf16(rotated_first), h[1] = float_to_bf16(rotated_second);
+        }
+        return;
+    }
+    for (int64_t i = 0; i < half; i += VL) { /* pairs (i, half + i) */
+        int lanes = lanes_left(i, half);
+        vf first = v_load_any(head, at + i, lanes, is_float), second = v_load_any(head, at + half + i, lanes, is_float);
+        vf c = v_load_any(cosine, i, lanes, 1), s = v_load_any(sine, i, lanes, 1);
+        v_store_any(head, at + i, first * c - second * s, lanes, is_float);
+        v_store_any(head, at + half + i, second * c + first * s, lanes, is_float);
+    }
+}
+
+ALWAYS_INLINE void rotate_token(const RotaryCall *call, int64_t token, int is_float, int interleaved) {
+    int64_t half = call->rotary_dim / 2;
+    const float *cosine = call->cos_sin + call->positions[token] * call->rotary_dim, *sine = cosine + half;
+    for (int64_t h = 0; h < call->num_query_heads; h++)
+        rotate_head(call->query, token * call->query_stride + h * call->head_dim, cosine, sine, half, is_float, interleaved);
+    for (int64_t h = 0; h < call->num_key_heads; h++)
+        rotate_head(call->key, token * call->key_stride + h * call->head_dim, cosine, sine, half, is_float, interleaved);
+}
+
+static void run_rotary(void *context) {
+    RotaryCall *call = context;
+    for (int64_t task; (task = take_task(&call->queue)) < call->queue.num_tasks;) {
+        int64_t end = (task + 1) * ROWS_PER_TASK < call->num_tokens ? (task + 1) * ROWS_PER_TASK : call->num_tokens;
+        for (int64_t token = task * ROWS_PER_TASK; token < end; token++) {
+            if (call->is_float && call->interleaved)
+                rotate_token(call, token, 1, 1);
+            else if (call->is_float)
+                rotate_token(call, token, 1, 0);
+            else if (call->interleaved)
+                rotate_token(call, token, 0, 1);
+            else
+                rotate_token(call, token, 0, 0);
+        }
+    }
+}
+
+void rotary_embedding(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
+                      int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *query,
+                      int64_t query_stride, void *key, int64_t key_stride, const float *cos_sin) {
+    RotaryCall call = {.queue = {.num_tasks = (T + ROWS_PER_TASK - 1) / ROWS_PER_TASK},
+                       .num_tokens = T, .num_query_heads = num_query_heads, .num_key_heads = num_key_heads,
+                       .head_dim = head_dim, .rotary_dim = rotary_dim, .is_float = is_float, .interleaved = interleaved,
+                       .positions = positions, .query = query, .key = key, .query_stride = query_stride,
+                       .key_stride = key_stride, .cos_sin = cos_sin};
+    int64_t elements = T * (num_query_heads + num_key_heads) * rotary_dim;
+    run_on_threads(elements < 2 * ELEMENTS_WORTH_A_THREAD ? 1 : num_threads, run_rotary, &call);
+}
+
+/* Copies token t's key and value, key_bytes and value_bytes long, to slot slots[t] of the pools; a negative slot is skipped. */
+void store_kv(int64_t T, int64_t key_bytes, int64_t value_bytes, const char *key, int64_t key_stride, const char *value,
+              int64_t value_stride, char *key_cache, char *value_cache, const int64_t *slots) {
+    for (int64_t t = 0; t < T; t++) {
+        if (slots[t] < 0) continue;
+        memcpy(key_cache + slots[t] * key_bytes, key + t * key_stride, (size_t)key_bytes);
+        memcpy(value_cache + slots[t] * value_bytes, value + t * value_stride, (size_t)value_bytes);
+    }
+}
+
+/* out[t] = row ids[t] of packed weights (dot_tile.h) */
+void embedding(int64_t T, int64_t K, int is_float, const int64_t *ids, const void *weight, void *out) {
+    for (int64_t t = 0; t < T; t++) {
+        int64_t block = ids[t] / NB, column = ids[t] % NB;
+        if (is_float) {
+            const float *source = (const float *)weight + block * K * NB + column;
+            float *row = (float *)out + t * K;
+            for (int64_t k = 0; k < K; k++) row[k] = source[k * NB];
+        } else {
+            int64_t pairs = (K + 1) / 2;
+            const bf16 *source = (const bf16 *)weight + (block * pairs * NB + column) * 2;
+            bf16 *row = (bf16 *)out + t * K;
+            for (int64_t k = 0; k < K; k++) row[k] = source[k / 2 * NB * 2 + k % 2];
+        }
+    }
+}

@@ -1,0 +1,239 @@
+"""The arguments of the application: the engine's configuration and what Ray Serve is to do with it."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from app.engine_config import EngineConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RayActorOptions(_Section):
+    """What Ray reserves for each replica. It reserves, and does not limit: the model's threads are `num_threads`."""
+
+    num_cpus: float | None = Field(default=None, ge=0, description="Default: num_threads, or 1.")
+    num_gpus: float | None = Field(default=None, ge=0, description="Default: a GPU a rank where the device is cuda.")
+    memory: int | None = Field(default=None, ge=1, description="Bytes.")
+    resources: dict[str, float] | None = None
+    accelerator_type: str | None = None
+    runtime_env: dict[str, Any] | None = None
+
+
+class AutoscalingConfig(_Section):
+    """Ray Serve's rule: replicas = ongoing requests / target_ongoing_requests, within the bounds."""
+
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int = Field(default=4, ge=1)
+    initial_replicas: int | None = Field(default=None, ge=0)
+    target_ongoing_requests: float | None = Field(
+        default=None, gt=0, description="Default: max_num_seqs, so that batches are full before a replica is added."
+    )
+    upscale_delay_s: float = Field(default=30.0, ge=0)
+    downscale_delay_s: float = Field(default=600.0, ge=0)
+    look_back_period_s: float = Field(default=30.0, gt=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas is {self.min_replicas}, above max_replicas, {self.max_replicas}: lower the first"
+            )
+        return self
+
+
+class DeploymentConfig(_Section):
+    """Ray Serve's options of the replicas that hold the model, under Serve's names."""
+
+    num_replicas: int | None = Field(default=None, ge=1, description="A fixed number, in place of autoscaling_config.")
+    autoscaling_config: AutoscalingConfig | None = Field(default=None, description="Default: 1 to 4 replicas.")
+    max_queued_requests: int | None = Field(
+        default=None,
+        ge=0,
+        description="Sequences that may wait in a replica; more are refused. Default: 4 x max_num_seqs.",
+    )
+    max_ongoing_requests: int | None = Field(
+        default=None, ge=1, description="Requests on their way to a replica. Default: twice what it can run and queue."
+    )
+    graceful_shutdown_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="How long a replica that is taken away may finish its answers; then they are cut.",
+    )
+    health_check_period_s: float = Field(default=5.0, gt=0)
+    health_check_timeout_s: float = Field(default=30.0, gt=0)
+    ray_actor_options: RayActorOptions = RayActorOptions()
+
+    @model_validator(mode="after")
+    def _one_way_to_scale(self) -> Self:
+        if self.num_replicas is not None and self.autoscaling_config is not None:
+            raise ValueError(f"num_replicas is {self.num_replicas} beside an autoscaling_config: give one of them")
+        return self
+
+
+class IngressConfig(_Section):
+    """The processes that speak HTTP: they hold no model, and one is enough for several replicas."""
+
+    num_replicas: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.0, ge=0, description="What Ray reserves for each.")
+
+
+class UserConfig(_Section):
+    """What may be changed while serving, through the deployment's `user_config`."""
+
+    num_speculative_tokens: int | None = Field(
+        default=None, ge=0, description="Drafts a sequence and step, at most; 0 turns drafting off."
+    )
+
+    @classmethod
+    def parse(cls, value: Any) -> "UserConfig":
+        """Raises ValueError of one line that names the field."""
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(describe(error, cls, value, "user_config")) from None
+
+
+class AppConfig(EngineConfig):
+    """`applications[].args` of a Serve file: the engine's fields, and those below."""
+
+    served_model_name: str | None = Field(default=None, min_length=1, description="Default: the last part of `model`.")
+    step_timeout_s: float = Field(
+        default=60.0, gt=0, description="A replica whose step takes longer is unhealthy, and is replaced."
+    )
+    request_timeout_s: float = Field(
+        default=1800.0, gt=0, description="A request that runs longer is ended with an error: nobody may be listening."
+    )
+    deployment_config: DeploymentConfig = DeploymentConfig()
+    ingress_config: IngressConfig = IngressConfig()
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Ray Serve calls this with the file's `args`.
+
+        Raises ValueError of one line that names each wrong field by its path in the file, in place of
+        pydantic's report.
+        """
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise ValueError(describe(error, cls, obj, "args")) from None
+
+    @model_validator(mode="after")
+    def _find_checkpoints(self) -> Self:
+        self.model = _find_checkpoint("model", self.model)
+        speculative = self.speculative_config
+        if speculative is not None and speculative.method == "draft_model":
+            speculative.model = _find_checkpoint("speculative_config.model", speculative.model)
+        return self
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or Path(self.model).name.removesuffix(".gguf")
+
+    @property
+    def max_queued_requests(self) -> int:
+        limit = self.deployment_config.max_queued_requests
+        return 4 * self.max_num_seqs if limit is None else limit
+
+    @property
+    def max_ongoing_requests(self) -> int:
+        # A replica itself refuses what exceeds its queue, counting sequences. Serve's limit, which counts
+        # requests, lies above: a request that Serve held back would wait where nothing schedules it.
+        return self.deployment_config.max_ongoing_requests or 2 * (self.max_num_seqs + self.max_queued_requests)
+
+    @property
+    def autoscaling_config(self) -> AutoscalingConfig:
+        """With its default filled in; where `num_replicas` is given it has no say."""
+        given = self.deployment_config.autoscaling_config or AutoscalingConfig()
+        target = given.target_ongoing_requests or float(self.max_num_seqs)
+        return given.model_copy(update={"target_ongoing_requests": target})
+
+    def check_user_config(self, user_config: UserConfig) -> None:
+        """Raises ValueError for a draft length that this engine is not built for."""
+        num = user_config.num_speculative_tokens
+        limit = self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+        if num is not None and num > limit:
+            raise ValueError(
+                f"num_speculative_tokens is {num}: use at most {limit}, "
+                "speculative_config.num_speculative_tokens, which sizes were chosen for"
+            )
+
+
+def _find_checkpoint(name: str, model: str) -> str:
+    """A folder or file by its absolute path, since actors run elsewhere; a hub id as it is.
+
+    Relative paths start at the current folder, then at the repository's root.
+    """
+    path = Path(model).expanduser()
+    for candidate in (Path.cwd() / path, REPOSITORY / path):
+        if candidate.is_file() or (candidate / "config.json").is_file():
+            return str(candidate)
+        if candidate.is_dir() and model.count("/") != 1:
+            raise ValueError(f"{name} is {model!r}: the folder has no config.json, so it is no checkpoint")
+    if model.startswith((".", "/", "~")) or model.endswith(".gguf") or model.count("/") > 1:
+        raise ValueError(f"{name} is {model!r}: there is no such folder or file; give a checkpoint's, or a hub id")
+    return model
+
+
+def describe(error: ValidationError, model: type[BaseModel], value: Any, root: str) -> str:
+    """Pydantic's report as one line: each wrong field with its path from `root`, its value and the remedy."""
+    messages: dict[str, list[str]] = {}
+    for detail in error.errors(include_url=False):
+        path, message = root, detail["msg"].removeprefix("Value error, ")
+        message = message[:1].lower() + message[1:]
+        keys = list(_yaml_keys(value, detail["loc"]))
+        if detail["type"].startswith("union_tag"):
+            keys.append("method")
+            message = f"use one of {detail['ctx']['expected_tags']}" if "expected_tags" in detail["ctx"] else "missing"
+        elif detail["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(str(keys[-1]), sorted(_field_names(model)), n=1)
+            message = "unknown field" + (f"; did you mean {near[0]}?" if near else "")
+        elif detail["type"] == "missing":
+            message = "missing"
+        for key in keys:
+            path += f"[{key}]" if isinstance(key, int) else f".{key}"
+        if re.match(r"[a-z_]+(\.[a-z_]+)* is ", message):  # a message of ours that begins with the field
+            path, message = f"{path}.{message}".split(" ", 1)
+        elif isinstance(given := _at(value, keys), str | int | float | bool):
+            path = f"{path} is {given!r}"
+        messages.setdefault(path, []).append(message)
+    return "; ".join(_sentence(path, list(dict.fromkeys(alternatives))) for path, alternatives in messages.items())
+
+
+def _sentence(path: str, alternatives: list[str]) -> str:
+    message = ", or ".join(alternatives)
+    return f"{path} {message}" if message.startswith("is ") else f"{path}: {message}"
+
+
+def _yaml_keys(value: Any, location: tuple[int | str, ...]) -> Iterator[int | str]:
+    """Of pydantic's location the parts that the file has: neither tags nor members of a union."""
+    for part in location:
+        if not isinstance(value, Mapping | list):
+            return
+        if isinstance(value, Mapping) and value.get("method") == part:
+            continue
+        yield part
+        value = _at(value, [part])
+
+
+def _at(value: Any, keys: list[int | str]) -> Any:
+    for key in keys:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _field_names(model: type[BaseModel]) -> set[str]:
+    schema = model.model_json_schema()
+    return {name for part in (schema, *schema.get("$defs", {}).values()) for name in part.get("properties", {})}

@@ -1,0 +1,60 @@
+"""The entry point of a Serve file: `import_path: app.main:build`."""
+
+# `from __future__ import annotations` must not be used here: Ray Serve reads the annotation of `build` to parse `args`.
+from typing import Any
+
+import ray
+from ray import serve
+
+from app.config import AppConfig
+from app.serve.ingress import Ingress
+from app.serve.target_replica import TargetReplica
+
+MAX_LOAD_ATTEMPTS = 3
+
+
+def build(args: AppConfig) -> serve.Application:
+    """HTTP in front, replicas with the model behind."""
+    ingress = args.ingress_config
+    target = TargetReplica.options(**_target_options(args)).bind(args)
+    return Ingress.options(
+        num_replicas=ingress.num_replicas,
+        # Above what all replicas take: the answer to overload is the replicas' to give, in OpenAI's form.
+        max_ongoing_requests=2 * args.max_ongoing_requests * _max_replicas(args),
+        graceful_shutdown_timeout_s=args.deployment_config.graceful_shutdown_timeout_s,
+        ray_actor_options={"num_cpus": ingress.num_cpus},
+    ).bind(target, args)
+
+
+def _target_options(args: AppConfig) -> dict[str, Any]:
+    deployment = args.deployment_config
+    options: dict[str, Any] = {
+        "max_ongoing_requests": args.max_ongoing_requests,
+        "max_queued_requests": args.max_ongoing_requests,
+        "graceful_shutdown_timeout_s": deployment.graceful_shutdown_timeout_s,
+        "health_check_period_s": deployment.health_check_period_s,
+        "health_check_timeout_s": deployment.health_check_timeout_s,
+        "max_constructor_retry_count": MAX_LOAD_ATTEMPTS,
+        "ray_actor_options": _actor_options(args),
+    }
+    if deployment.num_replicas is not None:
+        options["num_replicas"] = deployment.num_replicas
+    else:
+        options["autoscaling_config"] = args.autoscaling_config.model_dump(exclude_none=True)
+    return options
+
+
+def _actor_options(args: AppConfig) -> dict[str, Any]:
+    options = args.deployment_config.ray_actor_options.model_dump(exclude_none=True)
+    options.setdefault("num_cpus", args.num_threads or 1)
+    if args.device == "cuda" or (args.device == "auto" and _cluster_has_gpus()):
+        options.setdefault("num_gpus", args.tensor_parallel_size)
+    return options
+
+
+def _cluster_has_gpus() -> bool:
+    return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+
+
+def _max_replicas(args: AppConfig) -> int:
+    return args.deployment_config.num_replicas or args.autoscaling_config.max_replicas

@@ -1,0 +1,127 @@
+"""`make serve`: checks a Serve file, hands it to `serve run`, and says when it is ready.
+
+`serve run` alone does as well; it reports readiness and mistakes among its log lines.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import ray
+from ray import serve
+from ray.serve.schema import ApplicationStatus
+from ray.serve.scripts import run as serve_run
+
+from app.serve.config_file import ServeFile
+
+POLL_PERIOD_S = 0.25
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m app.serve.launch SERVE_FILE", file=sys.stderr)
+        return 2
+    path = Path(arguments[0])
+    try:
+        file = ServeFile(path)
+        _check_port(file.host, file.port)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    # Ray reports its use to its makers unless told otherwise; that is the user's to switch on.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    announcer = Announcer(file)
+    announcer.start()
+    with contextlib.suppress(KeyboardInterrupt, SystemExit):
+        serve_run.main(args=[str(path)], standalone_mode=False)
+    if announcer.failure is not None:
+        print(f"\nThe application failed to start: {announcer.failure}", file=sys.stderr)
+        return 1
+    return 0
+
+
+class Announcer(threading.Thread):
+    """Waits beside `serve run` until the application answers, and prints how to ask it; interrupts a failed start."""
+
+    def __init__(self, file: ServeFile) -> None:
+        super().__init__(name="announcer", daemon=True)
+        self._file = file
+        self.failure: str | None = None
+
+    def run(self) -> None:
+        name = self._file.schema.applications[0].name
+        while True:
+            time.sleep(POLL_PERIOD_S)
+            application = _application(name)
+            if application is None:
+                continue
+            status, message = application
+            if status == ApplicationStatus.DEPLOY_FAILED:
+                self.failure = _last_line(message)
+                os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C would: `serve run` cleans up
+                return
+            if status == ApplicationStatus.RUNNING and _answers(f"{self._url}/health"):
+                print(f"\n{self._ready_line()}\n", flush=True)
+                return
+
+    @property
+    def _url(self) -> str:
+        host = "127.0.0.1" if self._file.host in ("0.0.0.0", "::") else self._file.host
+        return f"http://{host}:{self._file.port}{self._file.route_prefix}"
+
+    def _ready_line(self) -> str:
+        model = self._file.configs[0].model_name
+        body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is gravity?"}]})
+        return (
+            f"{model} is ready at {self._url}/v1 — try: curl {self._url}/v1/chat/completions "
+            f"-H 'Content-Type: application/json' -d '{body}'"
+        )
+
+
+def _application(name: str) -> tuple[ApplicationStatus, str] | None:
+    """Status and message; None until there is one."""
+    if not ray.is_initialized():  # asking Serve would start a Ray of our own
+        return None
+    try:
+        application = serve.status().applications.get(name)
+    except Exception:  # until Serve is up there is nobody to ask, and Ray has several ways to say so
+        return None
+    return None if application is None else (application.status, application.message)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _last_line(message: str) -> str:
+    """Of a traceback the line that says what went wrong."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason was given"
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"http_options.port is {port}, and {host}:{port} cannot be opened ({error.strerror}): "
+                "stop what uses it, or choose another port"
+            ) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""The deployment that holds the model: one engine, its admission and its health."""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray import serve
+
+from app.config import AppConfig, UserConfig
+from app.engine.outputs import GenerationRequest, SequenceDelta
+from app.engine.sampling_params import SamplingParams
+from app.serve.messages import Refused
+
+logger = logging.getLogger("ray.serve")
+
+SWEEP_PERIOD_S = 1.0
+MAX_ABORTED_IDS = 10_000
+"""Ids remembered of requests that were aborted before they arrived."""
+
+StreamItem = Refused | list[SequenceDelta]
+
+
+class Engine(Protocol):
+    """What the replica needs of `app.async_engine.AsyncEngine`."""
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[list[SequenceDelta]]: ...
+
+    async def stats(self) -> dict[str, Any]: ...
+
+    async def set_num_speculative_tokens(self, num: int) -> None: ...
+
+    def check_health(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+EngineFactory = Callable[[AppConfig], Awaitable[Engine]]
+
+
+async def load_engine(config: AppConfig) -> Engine:
+    # Imported here: the process that builds the application imports this module, and has no use for torch.
+    from app.async_engine import AsyncEngine
+
+    return await AsyncEngine.create(config, progress=True, stall_limit_s=config.step_timeout_s)
+
+
+@dataclass
+class _OpenRequest:
+    num_sequences: int
+    deadline: float
+    task: asyncio.Task[Any]
+    timed_out: bool = False
+
+
+@serve.deployment
+class TargetReplica:
+    """Streams the deltas of requests; counts sequences, and refuses those that its queue has no room for.
+
+    Serve cancels the call of a client that is gone; should it lose the cancellation, the ingress's `abort`
+    or, at last, `request_timeout_s` ends the request.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: AppConfig, engine_factory: EngineFactory = load_engine
+    ) -> None:
+        self._config = config
+        self._open: dict[str, _OpenRequest] = {}
+        self._aborted: OrderedDict[str, None] = OrderedDict()
+        self._sweeper: asyncio.Task[None] | None = None
+        self._engine: Engine | None = None
+        start = time.monotonic()
+        self._engine = await engine_factory(config)
+        await self._warm_up()
+        self._sweeper = asyncio.create_task(self._sweep())
+        logger.info("%s is loaded: %.1f s", config.model_name, time.monotonic() - start)
+
+    async def reconfigure(self, user_config: Any) -> None:
+        """Takes the deployment's `user_config` over while requests run.
+
+        Raises ValueError for one that cannot be honoured; Serve then calls the deployment unhealthy.
+        """
+        parsed = UserConfig.parse(user_config)
+        self._config.check_user_config(parsed)
+        speculative = self._config.speculative_config
+        if speculative is None:
+            return
+        num = parsed.num_speculative_tokens
+        await self._running_engine.set_num_speculative_tokens(
+            speculative.num_speculative_tokens if num is None else num
+        )
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamItem, None]:
+        """Each step's deltas; `Refused` in place of what cannot follow."""
+        if request.request_id in self._aborted:
+            return
+        if (refusal := self._refusal(request)) is not None:
+            yield refusal
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        entry = _OpenRequest(request.n, time.monotonic() + self._config.request_timeout_s, task)
+        self._open[request.request_id] = entry
+        deltas = self._running_engine.generate(request)
+        try:
+            async for step in deltas:
+                yield step
+        except asyncio.CancelledError:
+            if not entry.timed_out:
+                raise
+            task.uncancel()
+            message = f"the request has run for {self._config.request_timeout_s:g} s, the server's limit"
+            yield Refused("unavailable", message)
+        except ValueError as error:
+            yield Refused("invalid", str(error))
+        except RuntimeError as error:
+            yield Refused("unavailable", str(error))
+        finally:
+            del self._open[request.request_id]
+            await deltas.aclose()  # type: ignore[attr-defined]
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """Ends requests whose client is gone, those included that are yet to arrive."""
+        for request_id in request_ids:
+            self._aborted[request_id] = None
+            if (entry := self._open.get(request_id)) is not None:
+                entry.task.cancel()
+        while len(self._aborted) > MAX_ABORTED_IDS:
+            self._aborted.popitem(last=False)
+
+    async def stats(self) -> dict[str, Any]:
+        """The engine's counts, and the requests that are open here."""
+        return {**await self._running_engine.stats(), "num_open_requests": len(self._open)}
+
+    def check_health(self) -> None:
+        """Serve's question, also the ingress's; raises where work is pending and no step finishes."""
+        self._running_engine.check_health()
+
+    def __del__(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        if self._engine is not None:
+            self._engine.shutdown()
+
+    @property
+    def _running_engine(self) -> Engine:
+        assert self._engine is not None, "Serve sends nothing before __init__ has returned"
+        return self._engine
+
+    def _refusal(self, request: GenerationRequest) -> Refused | None:
+        if request.request_id in self._open:
+            return Refused("invalid", f"request_id {request.request_id!r} is in use: choose another")
+        num_sequences = sum(entry.num_sequences for entry in self._open.values())
+        limit = self._config.max_num_seqs + self._config.max_queued_requests
+        if request.n > limit:
+            return Refused("invalid", f"n is {request.n}: use at most {limit}, which the server can hold")
+        if num_sequences + request.n > limit:
+            return Refused(
+                "overloaded",
+                f"the server holds {num_sequences} sequences of at most {limit}, and this request adds {request.n}: "
+                "try again later",
+            )
+        return None
+
+    async def _warm_up(self) -> None:
+        """A few real tokens: a replica that cannot make them must not call itself ready."""
+        params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        request = GenerationRequest("warm-up", [0], params)
+        async for step in self._running_engine.generate(request):
+            for delta in step:
+                if delta.error is not None:
+                    raise RuntimeError(f"the model failed to continue a first prompt: {delta.error}")
+
+    async def _sweep(self) -> None:
+        """Ends requests that have outlived the time limit: nobody may be listening any more."""
+        while True:
+            await asyncio.sleep(SWEEP_PERIOD_S)
+            now = time.monotonic()
+            for request_id, entry in self._open.items():
+                if now > entry.deadline and not entry.timed_out:
+                    logger.warning("Request %s is ended after %g s", request_id, self._config.request_timeout_s)
+                    entry.timed_out = True
+                    entry.task.cancel()

@@ -62,7 +62,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama_linear": ("llama", {"rope_parameters": LINEAR_ROPE}),
     "llama_bias": ("llama", {"attention_bias": True, "head_dim": 24}),
-    "smollm2": (
+    "llama_tied": (
         "llama",
         {"tie_word_embeddings": True, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1},
     ),

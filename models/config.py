@@ -1,0 +1,37 @@
+"""Reading a checkpoint's configuration."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from models.config_fields import ConfigFields
+from models.model_config import ModelConfig
+from models.registry import ARCHITECTURES
+from models.weight_index import read_weight_index
+
+__all__ = ["ModelConfig", "read_model_config"]
+
+
+def read_model_config(folder: Path) -> ModelConfig:
+    """What config.json says, every assumption of the code checked; ends of run also from generation_config.json.
+
+    Raises ValueError for a missing file, an unknown architecture, or a value that is not implemented.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json: give the folder of a Hugging Face checkpoint")
+    fields = ConfigFields.read(path)
+    names = fields.texts("architectures")
+    if len(names) != 1 or names[0] not in ARCHITECTURES:
+        raise fields.error("architectures", f"implemented are {', '.join(ARCHITECTURES)}")
+    if "dtype" not in fields and "torch_dtype" not in fields:
+        fields = fields.filled(dtype=read_weight_index(Path(folder)).dtype_name)
+    config = ARCHITECTURES[names[0]].read_config(fields)
+
+    generation_path = path.with_name("generation_config.json")
+    eos_token_ids = config.eos_token_ids
+    if generation_path.is_file():
+        eos_token_ids += ConfigFields.read(generation_path).token_ids("eos_token_id")
+    beyond = [token for token in eos_token_ids if token >= config.vocab_size]
+    if beyond:
+        raise ValueError(f"{folder}: eos_token_id {beyond[0]} is not below vocab_size, {config.vocab_size}")
+    return replace(config, eos_token_ids=tuple(dict.fromkeys(eos_token_ids)))

@@ -1,0 +1,110 @@
+"""Linear layers whose weights are shared out among tensor-parallel ranks.
+
+Column-parallel layers split the output features and need no communication; a row-parallel layer
+splits the input features and sums over ranks. Megatron-LM (Shoeybi et al., 2019, section 3).
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from kernels import ops
+from kernels.packed_weight import Weight
+from models import parallel
+from models.layers.parameter import Shard, UnloadedParameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T + b; this rank computes its share of the output features."""
+
+    weight: Weight  # [out_features / tp_size, in_features]
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, name: str) -> None:
+        super().__init__()
+        rows = [(out_features, parallel.tp_rank(), parallel.share(out_features, name))]
+        self.weight, self.bias = _column_parameters(in_features, rows, bias, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class MergedColumnParallelLinear(nn.Module):
+    """Several column-parallel layers on the same input, as one matrix: gate_proj and up_proj."""
+
+    weight: Weight  # [sum(out_features) / tp_size, in_features]
+
+    def __init__(
+        self, in_features: int, out_features: Sequence[int], bias: bool, dtype: torch.dtype, name: str
+    ) -> None:
+        super().__init__()
+        rows = [(features, parallel.tp_rank(), parallel.share(features, name)) for features in out_features]
+        self.weight, self.bias = _column_parameters(in_features, rows, bias, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class QKVParallelLinear(nn.Module):
+    """q_proj, k_proj and v_proj as one matrix, shared out by heads.
+
+    With more ranks than KV heads, ranks that hold query heads of the same group hold the same KV head.
+    """
+
+    weight: Weight  # [(num_heads + 2 * num_kv_heads) * head_dim, hidden_size], this rank's heads
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        rank, size = parallel.tp_rank(), parallel.tp_size()
+        self.num_heads = parallel.share(num_heads, "num_attention_heads")
+        if size > num_kv_heads:
+            if size % num_kv_heads:
+                raise ValueError(
+                    f"num_key_value_heads is {num_kv_heads}: tensor_parallel_size {size} must be a divisor or a multiple"
+                )
+            self.num_kv_heads, kv_rank = 1, rank * num_kv_heads // size
+        else:
+            self.num_kv_heads, kv_rank = parallel.share(num_kv_heads, "num_key_value_heads"), rank
+        key_value = (num_kv_heads * head_dim, kv_rank, self.num_kv_heads * head_dim)
+        rows = [(num_heads * head_dim, rank, self.num_heads * head_dim), key_value, key_value]
+        self.weight, self.bias = _column_parameters(hidden_size, rows, bias, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """y = sum over ranks of x W^T, + b; this rank holds its share of the input features."""
+
+    weight: Weight  # [out_features, in_features / tp_size]
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, name: str) -> None:
+        super().__init__()
+        num_columns = parallel.share(in_features, name)
+        columns = slice(parallel.tp_rank() * num_columns, (parallel.tp_rank() + 1) * num_columns)
+        rows = slice(0, out_features)
+        shard = Shard((out_features, in_features), (rows, columns), rows)
+        self.weight = UnloadedParameter((out_features, num_columns), dtype, (shard,), packed=True)
+        self.bias = UnloadedParameter.replicated(out_features, dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = self.bias if parallel.tp_rank() == 0 else None  # the sum holds it once
+        return parallel.all_reduce(ops.linear(x, self.weight, bias))
+
+
+def _column_parameters(
+    in_features: int,
+    rows: Sequence[tuple[int, int, int]],  # of each merged matrix: all rows, which share is ours, rows in a share
+    bias: bool,
+    dtype: torch.dtype,
+) -> tuple[UnloadedParameter, UnloadedParameter | None]:
+    """Weight and bias of matrices that are stored apart and kept one below the other."""
+    weight_shards, bias_shards, offset = [], [], 0
+    for num_stored, index, num_rows in rows:
+        weight_shards.append(Shard.of_rows((num_stored, in_features), index * num_rows, num_rows, offset))
+        bias_shards.append(Shard.of_rows((num_stored,), index * num_rows, num_rows, offset))
+        offset += num_rows
+    weight = UnloadedParameter((offset, in_features), dtype, tuple(weight_shards), packed=True)
+    return weight, UnloadedParameter((offset,), dtype, tuple(bias_shards), packed=False) if bias else None

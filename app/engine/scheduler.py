@@ -1,0 +1,314 @@
+"""Order of work: which sequences compute how many tokens in the next step, and what its result means for them."""
+
+import heapq
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from app.engine.block_manager import BlockManager
+from app.engine.outputs import SequenceDelta, SpeculationStats
+from app.engine.plan import AdmittedSequence, ScheduledSequence, SequenceResult, StepPlan, StepResult, TokenLogprobs
+from app.engine.sequence import Sequence, SequenceStatus
+
+NO_TOKEN_ERROR = "the step returned no token for this sequence"
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Raises ValueError where a step could not hold one token of every sequence."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int  # rows of one step
+    max_model_len: int  # prompt and output together
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs, {self.max_num_seqs}: "
+                "a step must hold one token of every sequence; raise the first or lower the second"
+            )
+
+
+class Scheduler:
+    """Continuous batching under a token budget, first come first served.
+
+    `schedule` and `update` alternate; `add` and `abort` may come at any time. Every running sequence
+    gets at least one row of every step, and the oldest always its blocks: where the pool is short, the one
+    admitted last gives way, keeps its tokens and goes back to the front of the queue, to be computed
+    again. So the oldest advances in every step and nobody waits for ever.
+
+    `num_draft_tokens` says how many drafts a sequence shall have; the scheduler only ever grants fewer.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        block_manager: BlockManager,
+        num_draft_tokens: Callable[[Sequence], int],
+    ) -> None:
+        self.limits = limits
+        self.block_manager = block_manager
+        self._num_draft_tokens = num_draft_tokens
+        self._waiting: OrderedDict[Sequence, None] = OrderedDict()
+        self._running: dict[Sequence, None] = {}  # in order of admission
+        self._free_slots = list(range(limits.max_num_seqs))  # a heap: low slots first
+        self._released_slots: list[int] = []  # given up since the last plan; free from the next one on
+        self._step_ids = itertools.count()
+        self._in_flight: tuple[StepPlan, list[Sequence]] | None = None
+
+        self.num_preemptions = 0
+        self.num_prefix_hit_tokens = 0
+        self.num_prefix_queried_tokens = 0
+        self.speculation_stats = SpeculationStats()  # of all sequences so far
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens of the sequences in the queue."""
+        return sum(sequence.num_tokens for sequence in self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence.
+
+        Raises ValueError for a prompt that leaves no room for one token in the context or in the KV pool.
+        """
+        assert sequence.status is SequenceStatus.WAITING
+        num_needed, pool = sequence.num_prompt_tokens + 1, self.block_manager.num_tokens
+        if num_needed < 2:
+            raise ValueError("the prompt has no tokens: send at least one")
+        for name, num_held in (("context", self.limits.max_model_len), ("KV pool", pool)):
+            if num_needed > num_held:
+                raise ValueError(
+                    f"the prompt has {sequence.num_prompt_tokens} tokens and needs room for one more, "
+                    f"but the {name} holds {num_held} tokens: shorten the prompt"
+                )
+        # A pool smaller than the context ends runs at its edge, as the context would.
+        sequence.scanner.max_num_tokens = min(sequence.max_num_tokens, self.limits.max_model_len, pool)
+        self._waiting[sequence] = None
+
+    def abort(self, sequence: Sequence) -> None:
+        """Ends a sequence, frees its blocks at once and its slot in the next plan; it gets no delta any more."""
+        if not sequence.is_finished:
+            self._end(sequence)
+            sequence.finish_reason = "abort"
+
+    def schedule(self) -> StepPlan | None:
+        """The next step; None without work."""
+        assert self._in_flight is None, "the result of the last plan is still due"
+        if not self.has_work:
+            return None
+        preempted = self._grow_running()
+        released_slots, self._released_slots = self._released_slots, []
+        for slot in released_slots:
+            heapq.heappush(self._free_slots, slot)
+        may_admit = bool(self._waiting and self._free_slots and not preempted)
+
+        decoding = [s for s in self._running if s.num_tokens - s.num_computed_tokens == 1]
+        prefilling = [s for s in self._running if s.num_tokens - s.num_computed_tokens > 1]
+        batch: list[ScheduledSequence] = []
+        spare_rows = self.limits.max_num_batched_tokens - len(self._running)  # beside one row for each
+        draft_rows = spare_rows - may_admit  # drafts leave room for the next prompt to come in
+        for index, sequence in enumerate(decoding):
+            share = -(-draft_rows // (len(decoding) - index))
+            batch.append(self._schedule(sequence, 1 + share))
+            spare_rows -= batch[-1].num_draft_tokens
+            draft_rows -= batch[-1].num_draft_tokens
+        for sequence in prefilling:
+            batch.append(self._schedule(sequence, 1 + spare_rows))
+            spare_rows -= batch[-1].num_new_tokens + batch[-1].num_draft_tokens - 1
+        admitted = self._admit(batch, spare_rows) if may_admit else []
+
+        plan = StepPlan(next(self._step_ids), batch, [self._admission(s) for s in admitted], released_slots)
+        self._in_flight = (plan, decoding + prefilling + admitted)
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
+        """Takes a step's result; what it added to the sequences that emitted or ended."""
+        assert self._in_flight is not None, "no plan is out"
+        expected, sequences = self._in_flight
+        assert plan is expected
+        assert result.step_id == plan.step_id
+        self._in_flight = None
+        deltas = []
+        for sequence, scheduled, outcome in zip(sequences, plan.scheduled, result.sequences, strict=True):
+            assert outcome.slot == scheduled.slot
+            if not sequence.is_finished:  # aborted while the step ran
+                delta = self._advance(sequence, scheduled, outcome)
+                if delta is not None:
+                    deltas.append(delta)
+        return deltas
+
+    def _step_tokens(self, sequence: Sequence, num_rows: int) -> tuple[int, int]:
+        """How many known tokens and drafts a sequence may hold in a step that gives it so many rows.
+
+        The one place that decides it, for waiting, running and resumed sequences. Drafts stand only behind
+        the last known token, and one more token, the target's, always has room behind them.
+        """
+        num_known = sequence.num_tokens - sequence.num_computed_tokens
+        num_new_tokens = min(num_known, num_rows)
+        if num_new_tokens < num_known:
+            return num_new_tokens, 0
+        num_drafts = min(
+            self._num_draft_tokens(sequence),
+            num_rows - num_known,
+            sequence.max_num_tokens - sequence.num_tokens - 1,
+            self.block_manager.room(sequence) - sequence.num_tokens,
+        )
+        num_asked = sequence.sampling_params.num_speculative_tokens
+        if num_asked is not None:
+            num_drafts = min(num_drafts, num_asked)
+        return num_new_tokens, max(num_drafts, 0)
+
+    def _schedule(self, sequence: Sequence, num_rows: int) -> ScheduledSequence:
+        num_new_tokens, num_drafts = self._step_tokens(sequence, num_rows)
+        assert num_new_tokens >= 1
+        assert sequence.slot is not None
+        if num_drafts:
+            has_blocks = self.block_manager.append(sequence, sequence.num_tokens + num_drafts)
+            assert has_blocks
+        new_block_ids = sequence.block_ids[sequence.num_sent_blocks :]
+        sequence.num_sent_blocks = len(sequence.block_ids)
+        return ScheduledSequence(sequence.slot, num_new_tokens, num_drafts, new_block_ids)
+
+    def _grow_running(self) -> bool:
+        """Gives running sequences blocks for all known tokens; True where one had to give way.
+
+        From the oldest on, so that whoever gives way has not been served yet.
+        """
+        preempted = False
+        for sequence in list(self._running):
+            while sequence in self._running and not self.block_manager.append(sequence, sequence.num_tokens):
+                self._preempt(next(reversed(self._running)))
+                preempted = True
+        return preempted
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self._running[sequence]
+        self._give_up_slot(sequence)
+        sequence.status = SequenceStatus.WAITING
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs = [None]  # they are computed again
+        self._waiting[sequence] = None
+        self._waiting.move_to_end(sequence, last=False)
+        self.num_preemptions += 1
+
+    def _admit(self, batch: list[ScheduledSequence], spare_rows: int) -> list[Sequence]:
+        """Takes sequences from the queue while rows, slots and blocks last, and appends their shares to `batch`."""
+        admitted = []
+        while self._waiting and self._free_slots and spare_rows > 0:
+            sequence = next(iter(self._waiting))
+            if not self.block_manager.allocate(sequence):
+                break
+            del self._waiting[sequence]
+            self._running[sequence] = None
+            sequence.status = SequenceStatus.RUNNING
+            sequence.slot = heapq.heappop(self._free_slots)
+            sequence.num_sent_blocks = len(sequence.block_ids)
+            if sequence.num_cached_tokens is None:
+                sequence.num_cached_tokens = sequence.num_computed_tokens
+                self.num_prefix_hit_tokens += sequence.num_computed_tokens
+                self.num_prefix_queried_tokens += sequence.num_tokens
+            batch.append(self._schedule(sequence, spare_rows))
+            spare_rows -= batch[-1].num_new_tokens + batch[-1].num_draft_tokens
+            admitted.append(sequence)
+        return admitted
+
+    def _admission(self, sequence: Sequence) -> AdmittedSequence:
+        assert sequence.slot is not None
+        num_blocks = -(-sequence.num_tokens // self.block_manager.block_size)  # those for drafts come with its share
+        return AdmittedSequence(
+            slot=sequence.slot,
+            token_ids=list(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed_tokens=sequence.num_computed_tokens,
+            block_ids=sequence.block_ids[:num_blocks],
+            sampling_params=sequence.sampling_params,
+            seed=sequence.seed,
+            stop_token_ids=sequence.stop_token_ids,
+        )
+
+    def _advance(
+        self, sequence: Sequence, scheduled: ScheduledSequence, outcome: SequenceResult
+    ) -> SequenceDelta | None:
+        """Moves a sequence past a step; its delta, where the step emitted tokens or ended it."""
+        num_known = sequence.num_tokens
+        unfinished_prompt = sequence.num_computed_tokens + scheduled.num_new_tokens < num_known
+        if outcome.error is not None or not (outcome.token_ids or unfinished_prompt):
+            return self._fail(sequence, outcome.error or NO_TOKEN_ERROR)
+        if sequence.prompt_logprobs is not None and outcome.prompt_logprobs:
+            sequence.prompt_logprobs.extend(outcome.prompt_logprobs)
+        if unfinished_prompt:
+            assert not outcome.token_ids, "a token came before the prompt was computed"
+            sequence.num_computed_tokens += scheduled.num_new_tokens
+            self.block_manager.register_computed(sequence)
+            return None
+
+        run = sequence.scanner.scan(outcome.token_ids, outcome.logprobs)
+        num_kept = len(run.token_ids)
+        sequence.token_ids.extend(run.token_ids)
+        # The last emitted token has not been an input yet; what was cut off is nobody's.
+        sequence.num_computed_tokens = num_known + min(num_kept, len(outcome.token_ids) - 1)
+        self.block_manager.register_computed(sequence)
+        for stats in (sequence.stats, self.speculation_stats):
+            stats.count(outcome.num_drafted, min(outcome.num_accepted, num_kept))
+        delta = SequenceDelta(
+            sequence.request_id,
+            sequence.index,
+            run.text,
+            run.token_ids,
+            run.logprobs,
+            prompt_logprobs=self._take_prompt_logprobs(sequence),
+        )
+        if sequence.num_output_tokens == num_kept:
+            assert sequence.num_cached_tokens is not None
+            delta.num_cached_tokens = sequence.num_cached_tokens
+        if run.finish_reason is not None:
+            self._end(sequence)
+            sequence.finish_reason = delta.finish_reason = run.finish_reason
+            delta.stop_reason, delta.stats = run.stop_reason, sequence.stats
+        return delta
+
+    def _take_prompt_logprobs(self, sequence: Sequence) -> list[TokenLogprobs | None] | None:
+        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+        assert prompt_logprobs is None or len(prompt_logprobs) == sequence.num_prompt_tokens
+        return prompt_logprobs
+
+    def _fail(self, sequence: Sequence, error: str) -> SequenceDelta:
+        self._end(sequence)
+        sequence.finish_reason = "error"
+        return SequenceDelta(
+            sequence.request_id,
+            sequence.index,
+            sequence.scanner.flush(),
+            finish_reason="error",
+            error=error,
+            stats=sequence.stats,
+        )
+
+    def _end(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its queue, with all that it holds."""
+        if sequence.status is SequenceStatus.WAITING:
+            del self._waiting[sequence]
+        else:
+            del self._running[sequence]
+            self._give_up_slot(sequence)
+        sequence.status = SequenceStatus.FINISHED
+
+    def _give_up_slot(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.block_manager.free(sequence)
+        self._released_slots.append(sequence.slot)
+        sequence.slot = None
+        sequence.num_sent_blocks = 0

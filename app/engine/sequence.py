@@ -1,0 +1,104 @@
+"""One choice of a request, from its arrival to its end."""
+
+import enum
+import hashlib
+import secrets
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as Sequences
+
+from app.engine.outputs import FinishReason, SpeculationStats
+from app.engine.plan import TokenLogprobs
+from app.engine.run_scanner import RunScanner, ending_token_ids
+from app.engine.sampling_params import SamplingParams
+
+MAX_UINT64 = 2**64 - 1
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Sequence:
+    """A prompt and one continuation of it, as the scheduler sees them.
+
+    From `Scheduler.add` to the end `0 <= num_computed_tokens < num_tokens <= max_num_tokens` holds, and
+    `block_ids` cover the computed tokens. A slot is held exactly while RUNNING, blocks only then. The
+    `Scheduler` is the only writer; `block_ids`, `block_digests` and `num_published_blocks` are the
+    `BlockManager`'s.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        index: int,
+        prompt_token_ids: Sequences[int],
+        sampling_params: SamplingParams,
+        eos_token_ids: Collection[int],
+        scanner: RunScanner,
+    ) -> None:
+        self.request_id = request_id
+        self.index = index
+        self.token_ids = list(prompt_token_ids)  # prompt, then output
+        self.num_prompt_tokens = len(self.token_ids)
+        self.sampling_params = sampling_params
+        self.seed = derive_seed(sampling_params.seed, index)
+        self.stop_token_ids = tuple(sorted(ending_token_ids(sampling_params, eos_token_ids)))
+        self.scanner = scanner
+        self.arrival_time = time.monotonic()  # seconds
+
+        self.status = SequenceStatus.WAITING
+        self.slot: int | None = None
+        self.num_computed_tokens = 0
+        self.num_cached_tokens: int | None = None  # found in the prefix cache at the first admission
+        self.block_ids: list[int] = []
+        self.num_sent_blocks = 0  # those of `block_ids` that the worker knows
+        self.block_digests: list[bytes] = []  # of the full blocks of known tokens, as far as anyone asked
+        self.num_published_blocks = 0  # those of `block_ids` that the prefix cache has seen
+
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None  # until they are delivered
+        if sampling_params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]  # the first token follows nothing
+        self.finish_reason: FinishReason | None = None
+        self.stats = SpeculationStats()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Prompt and output together: the context, or less where the request's max_tokens ends it earlier."""
+        return self.scanner.max_num_tokens
+
+    @property
+    def is_seeded(self) -> bool:
+        return self.sampling_params.seed is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is SequenceStatus.FINISHED
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}/{self.index}, {self.status.name}, {self.num_prompt_tokens} prompt + "
+            f"{self.num_output_tokens} output tokens, {self.num_computed_tokens} computed, slot {self.slot})"
+        )
+
+
+def derive_seed(seed: int | None, index: int) -> int:
+    """Seed of choice `index`, in uint64: fresh entropy without `seed`; else `seed` itself for the first choice."""
+    if seed is None:
+        return secrets.randbits(64)
+    seed &= MAX_UINT64
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + index.to_bytes(8, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,158 @@
+"""Turns logits into those of the distribution that a request asked for, each row under its own history."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from app.engine.sampling_table import SamplingTable
+from app.engine.sequence_state import SequenceState
+from app.engine.truncation import on_rows, truncate_to_top_k, truncate_to_top_p
+
+
+@dataclass(frozen=True)
+class LogitsRows:
+    """Which token each row of logits is for: the one after a slot's known tokens and so many drafts."""
+
+    slots: np.ndarray  # [num_rows] int64
+    draft_token_ids: np.ndarray  # [num_rows, k] int64
+    num_drafts: np.ndarray  # [num_rows] int64: the row's history ends with so many of its drafts
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, rows: np.ndarray) -> "LogitsRows":
+        return LogitsRows(self.slots[rows], self.draft_token_ids[rows], self.num_drafts[rows])
+
+
+class LogitsProcessor:
+    """Order: logit_bias, penalties, bad words, min_tokens, temperature, min_p, top-k, top-p.
+
+    Histories come from `state` and the row's drafts on demand: there is no count that could run ahead of a rejection.
+    The repetition penalty looks at prompt and output, everything else at the output alone. Greedy rows keep their
+    scale: nothing divides them by a temperature, and nothing truncates them.
+    """
+
+    def __init__(self, state: SequenceState) -> None:
+        self.state = state
+        self.table = SamplingTable(state)
+
+    def positions(self, rows: LogitsRows) -> np.ndarray:
+        """Index in the sequence of the token that each row is for; int64 [num_rows]."""
+        return self.state.num_tokens[rows.slots] + rows.num_drafts
+
+    def changes(self, rows: LogitsRows) -> np.ndarray:
+        """Rows that `process` would change; the others' logits are their distribution's already. Bool [num_rows]."""
+        table, slots = self.table, rows.slots
+        return table.edits_every_row[slots] | table.shapes[slots] | self._holds_back_stops(rows)
+
+    def process(self, logits: torch.Tensor, rows: LogitsRows) -> torch.Tensor:
+        """Processes `logits` [num_rows, vocab_size] fp32 in place and returns them."""
+        table, slots = self.table, rows.slots
+        self._add_bias(logits, np.flatnonzero(table.has_bias[slots]), rows)
+        self._penalise_repetition(logits, np.flatnonzero(table.repetition_penalty[slots] != 1), rows)
+        counted = (table.presence_penalty[slots] != 0) | (table.frequency_penalty[slots] != 0)
+        self._penalise_counts(logits, np.flatnonzero(counted), rows)
+        self._mask_bad_words(logits, np.flatnonzero(table.has_bad_words[slots]), rows)
+        self._mask_stops(logits, np.flatnonzero(self._holds_back_stops(rows)), rows)
+
+        shaped = np.flatnonzero(table.shapes[slots])
+        on_rows(logits, shaped, lambda part: self._shape(part, slots[shaped]))
+        return logits
+
+    def _holds_back_stops(self, rows: LogitsRows) -> np.ndarray:
+        num_output_tokens = self.positions(rows) - self.state.num_prompt_tokens[rows.slots]
+        return num_output_tokens < self.table.min_tokens[rows.slots]
+
+    def _add_bias(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
+        for row in chosen:
+            token_ids, biases = self.table.bias[rows.slots[row]]
+            logits[row, torch.from_numpy(token_ids).to(logits.device)] += torch.from_numpy(biases).to(logits.device)
+
+    def _penalise_repetition(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
+        """Divides positive logits of seen tokens by the penalty, multiplies negative ones (CTRL, arXiv 1909.05858)."""
+        if not len(chosen):
+            return
+        index, where = self._history(rows, chosen, np.zeros(len(chosen), dtype=np.int64), logits)
+        penalty = self._per_entry(self.table.repetition_penalty, rows, where, logits)
+        # A token seen twice is written twice, with the same value: all are computed before any is written.
+        seen = logits.view(-1)[index]
+        logits.view(-1)[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+    def _penalise_counts(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
+        """Subtracts frequency_penalty times the count, and presence_penalty once, from tokens of the output."""
+        if not len(chosen):
+            return
+        index, where = self._history(rows, chosen, self.state.num_prompt_tokens[rows.slots[chosen]], logits)
+        counts = torch.zeros(logits.numel(), device=logits.device)
+        counts.index_add_(0, index, torch.ones(len(index), device=logits.device))
+        frequency = self._per_entry(self.table.frequency_penalty, rows, where, logits)
+        presence = self._per_entry(self.table.presence_penalty, rows, where, logits)
+        logits.view(-1)[index] = logits.view(-1)[index] - frequency * counts[index] - presence
+
+    def _mask_bad_words(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
+        """Bans the last token of each bad word whose other tokens end the row's output."""
+        for row in chosen:
+            words = self.table.bad_words[rows.slots[row]]
+            output = self._output_tail(rows, row, max(len(word) for word in words) - 1)
+            banned = [
+                word[-1]
+                for word in words
+                if len(word) <= len(output) + 1 and np.array_equal(output[len(output) + 1 - len(word) :], word[:-1])
+            ]
+            logits[row, torch.tensor(banned, dtype=torch.int64, device=logits.device)] = -torch.inf
+
+    def _mask_stops(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
+        for row in chosen:
+            token_ids = self.table.stop_token_ids[rows.slots[row]]
+            logits[row, torch.from_numpy(token_ids).to(logits.device)] = -torch.inf
+
+    def _shape(self, logits: torch.Tensor, slots: np.ndarray) -> None:
+        """Temperature, min_p, top-k and top-p, in place; a row's largest logit becomes 0, so that none overflows."""
+        table = self.table
+
+        def column(values: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(values).to(logits.device)
+
+        logits.sub_(logits.amax(dim=-1, keepdim=True))
+        logits.div_(column(table.temperature[slots])[:, None])
+        min_p, top_k, top_p = table.min_p[slots], table.top_k[slots], table.top_p[slots]
+        if min_p.any():
+            floor = column(min_p).log_()[:, None]  # -inf where off: nothing lies below
+            logits.masked_fill_(logits < floor, -torch.inf)
+        limited = np.flatnonzero((top_k > 0) & (top_k < logits.shape[1]))
+        largest = int(top_k[limited].max(initial=0))
+        on_rows(logits, limited, lambda part: truncate_to_top_k(part, column(top_k[limited]), largest))
+        nucleus = np.flatnonzero(top_p < 1)
+        on_rows(logits, nucleus, lambda part: truncate_to_top_p(part, column(top_p[nucleus])))
+
+    def _history(
+        self,
+        rows: LogitsRows,
+        chosen: np.ndarray,  # [n] indices of rows
+        starts: np.ndarray,  # [n] position where the history that counts begins
+        logits: torch.Tensor,
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Every token of the chosen rows' histories: its flat index in `logits`, on their device, and its row."""
+        slots, num_known = rows.slots[chosen], self.state.num_tokens[rows.slots[chosen]]
+        lengths = num_known - starts + rows.num_drafts[chosen]
+        entry = np.repeat(np.arange(len(chosen)), lengths)
+        offsets = np.arange(len(entry)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        positions = starts[entry] + offsets
+        token_ids = self.state.token_ids[slots[entry], np.minimum(positions, self.state.max_model_len - 1)]
+        drafted = np.flatnonzero(positions >= num_known[entry])
+        draft_index = (positions - num_known[entry])[drafted]
+        token_ids[drafted] = rows.draft_token_ids[chosen[entry[drafted]], draft_index]
+        where = chosen[entry]
+        return torch.from_numpy(where * logits.shape[1] + token_ids).to(logits.device), where
+
+    def _output_tail(self, rows: LogitsRows, row: int, length: int) -> np.ndarray:
+        """The row's last `length` output tokens, or as many as there are."""
+        slot = rows.slots[row]
+        start, end = self.state.num_prompt_tokens[slot], self.state.num_tokens[slot]
+        known = self.state.token_ids[slot, max(start, end - length) : end]
+        output = np.concatenate([known, rows.draft_token_ids[row, : rows.num_drafts[row]]])
+        return output[max(len(output) - length, 0) :]
+
+    def _per_entry(self, column: np.ndarray, rows: LogitsRows, where: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(column[rows.slots[where]]).to(logits.device)

@@ -1,0 +1,48 @@
+"""What proposers are built from, in two steps: a drafter must be loaded before the KV pool can be sized."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from app.engine.sampler import Sampler
+from app.engine.sequence_state import SequenceState
+from app.speculative.config import VerificationMode
+from app.speculative.proposer import Proposer
+from models.kv_spec import LayerKVSpec
+from models.model_config import ModelConfig
+
+
+@dataclass(frozen=True)
+class TargetContext:
+    """The target, as far as a drafter must fit it."""
+
+    model_config: ModelConfig
+    tokenizer: PreTrainedTokenizerBase
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+    progress: bool  # show bars while loading
+
+
+@dataclass(frozen=True)
+class ProposerContext:
+    """The worker that a proposer serves."""
+
+    state: SequenceState
+    sampler: Sampler
+    verification: VerificationMode
+    kv_layers: list[tuple[torch.Tensor, ...]]  # the pools of `kv_specs`, in their order
+    num_blocks: int
+    max_num_batched_tokens: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class LoadedProposer:
+    """A proposer whose drafter, if it has one, is loaded; `build` once the pool holds its KV layers."""
+
+    kv_specs: list[LayerKVSpec]
+    build: Callable[[ProposerContext], Proposer]
+    soft_drafts: bool  # it may hand out a distribution a draft

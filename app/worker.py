@@ -18,6 +18,9 @@ from app.speculative.verifier import Verifier
 
 logger = logging.getLogger(__name__)
 
+_PROMPT_ROWS_AT_ONCE = 64
+"""Prompt rows whose logits live at once: those of a whole chunk would be larger than the model."""
+
 
 class Worker:
     """Holds what a rank keeps between steps; `speculative_step` is its one hot method."""
@@ -146,13 +149,19 @@ class Worker:
                 continue
             start = int(self.state.num_computed_tokens[slot])
             end = min(start + int(batch.num_new_tokens[i]), int(self.state.num_prompt_tokens[slot]) - 1)
-            if start < end:
-                first_row = int(batch.cu_seqlens_q[i])
-                logits = self.model_runner.logits(
-                    output.hidden_states, np.arange(first_row, first_row + end - start, dtype=np.int64)
+            first_row = int(batch.cu_seqlens_q[i]) - start
+            logprobs[i] = [
+                entry
+                for piece in range(start, end, _PROMPT_ROWS_AT_ONCE)
+                for entry in token_logprobs(
+                    self.model_runner.logits(
+                        output.hidden_states,
+                        first_row + np.arange(piece, min(piece + _PROMPT_ROWS_AT_ONCE, end), dtype=np.int64),
+                    ),
+                    self.state.token_ids[slot, piece + 1 : min(piece + _PROMPT_ROWS_AT_ONCE, end) + 1],
+                    params.prompt_logprobs,
                 )
-                token_ids = self.state.token_ids[slot, start + 1 : end + 1]
-                logprobs[i] = token_logprobs(logits, token_ids, params.prompt_logprobs)
+            ]
         return logprobs
 
 

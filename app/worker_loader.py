@@ -1,0 +1,160 @@
+"""From a configuration to a worker: target, drafter, KV pool, in the order in which their sizes become known."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from app.engine.kv_cache import KVCache, block_bytes
+from app.engine.kv_sizing import StepShape, available_memory, plan_num_blocks
+from app.engine.logits_processor import LogitsProcessor
+from app.engine.model_runner import ModelRunner
+from app.engine.sampler import Sampler
+from app.engine.sequence_state import SequenceState
+from app.engine_config import EngineConfig
+from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
+from app.speculative.registry import load_proposer
+from app.speculative.verifier import Verifier
+from app.worker import Worker
+from kernels.packed_weight import PackedWeight
+from models.causal_lm import CausalLM
+from models.checkpoint import resolve_checkpoint
+from models.config import read_model_config
+from models.loader import load_model
+from models.model_config import ModelConfig
+from models.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_MAX_MODEL_LEN = 8192
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """What the scheduler's side must know of the model."""
+
+    tokenizer: PreTrainedTokenizerFast
+    eos_token_ids: tuple[int, ...]
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    weight_bytes: int  # of the target, read once a step
+
+
+def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedModel]:
+    """Loads what `config` names, with bars where `progress`.
+
+    Raises ValueError for what cannot be honoured, before any weight is read where that can be told.
+    """
+    device = select_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    folder = resolve_checkpoint(config.model, progress)
+    model_config = read_model_config(folder)
+    max_model_len = served_context(config, model_config)
+    tokenizer = load_tokenizer(folder)
+
+    model = load_model(folder, DTYPES.get(config.dtype), device, progress)
+    loaded_proposer = load_proposer(
+        config.speculative_config,
+        TargetContext(model.config, tokenizer, max_model_len, model.config.dtype, device, progress),
+    )
+    target_specs = model.kv_specs()
+    drafter_specs = loaded_proposer.kv_specs if loaded_proposer is not None else []
+    shape = step_shape(config, model_config, max_model_len, loaded_proposer)
+    num_blocks = plan_num_blocks(
+        None if config.kv_cache_memory == "auto" else config.kv_cache_memory,
+        available_memory(device),
+        block_bytes(target_specs + drafter_specs, config.block_size),
+        config.block_size,
+        shape,
+    )
+    pool = KVCache(target_specs + drafter_specs, num_blocks, config.block_size, device)
+    logger.info(
+        "KV pool: %d blocks of %d tokens, %.0f MiB; context %d tokens",
+        num_blocks,
+        config.block_size,
+        num_blocks * block_bytes(target_specs + drafter_specs, config.block_size) / 2**20,
+        max_model_len,
+    )
+
+    state = SequenceState(config.max_num_seqs, max_model_len, config.block_size)
+    sampler = Sampler(LogitsProcessor(state))
+    verification = config.speculative_config.verification if config.speculative_config is not None else "auto"
+    proposer = None
+    if loaded_proposer is not None:
+        proposer = loaded_proposer.build(
+            ProposerContext(
+                state,
+                sampler,
+                verification,
+                pool.layers[len(target_specs) :],
+                num_blocks,
+                config.max_num_batched_tokens,
+                device,
+            )
+        )
+    worker = Worker(
+        state,
+        ModelRunner(model, pool.layers[: len(target_specs)]),
+        Verifier(sampler, verification),
+        proposer,
+        model_config.vocab_size,
+        device,
+    )
+    return worker, LoadedModel(
+        tokenizer, model_config.eos_token_ids, model_config.vocab_size, max_model_len, num_blocks, weight_bytes(model)
+    )
+
+
+def weight_bytes(model: CausalLM) -> int:
+    """Bytes of all weights, packed or plain, each counted once."""
+    plain = sum(parameter.nbytes for parameter in model.parameters())
+    packed = {
+        id(value.data): value.shape.numel() * value.dtype.itemsize
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, PackedWeight)
+    }
+    return plain + sum(packed.values())
+
+
+def select_device(name: str) -> torch.device:
+    """Raises ValueError for cuda where there is none."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', and torch finds no CUDA device: use 'auto' or 'cpu'")
+    return torch.device(name)
+
+
+def served_context(config: EngineConfig, model_config: ModelConfig) -> int:
+    """The longest sequence that is served, in tokens.
+
+    Raises ValueError above what the checkpoint's positions allow.
+    """
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is None:
+        return min(limit, DEFAULT_MAX_MODEL_LEN)
+    if config.max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}, above the checkpoint's max_position_embeddings, {limit}: lower it"
+        )
+    return config.max_model_len
+
+
+def step_shape(
+    config: EngineConfig, model_config: ModelConfig, max_model_len: int, proposer: LoadedProposer | None
+) -> StepShape:
+    speculative = config.speculative_config
+    return StepShape(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        num_speculative_tokens=speculative.num_speculative_tokens if speculative is not None else 0,
+        vocab_size=model_config.vocab_size,
+        hidden_size=model_config.hidden_size,
+        soft_drafts=proposer is not None and proposer.soft_drafts,
+    )

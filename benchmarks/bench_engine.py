@@ -1,0 +1,177 @@
+"""Measures the engine offline: throughput, acceptance, where a step's time goes, start-up and memory.
+
+    python benchmarks/bench_engine.py --model .cache/models/SmolLM2-135M-Instruct --methods plain ngram
+
+All methods run in one process, alternately, round by round; figures are medians over the rounds, ratios medians of
+the ratios within a round. Prefix caching is off, since every round repeats the prompts.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+
+from app.engine_config import EngineConfig
+from app.llm_engine import LLMEngine
+from benchmarks.engine_report import MethodRuns, method_result, print_tables
+from benchmarks.engine_runs import EngineRunner
+from benchmarks.machine import REPOSITORY, read_bandwidth, this_machine
+from benchmarks.operators import TorchOperators, step_weight_bytes
+from benchmarks.report import print_header, print_json
+from benchmarks.startup_probe import measure_startup
+from benchmarks.workloads import NUM_NEW_TOKENS, PromptSet, Workload, select_workloads
+from models.checkpoint import resolve_checkpoint
+from models.config import read_model_config
+
+DEFAULT_MODEL = REPOSITORY / ".cache" / "models" / "SmolLM2-135M-Instruct"
+NUM_LONG_PROMPTS = 6
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(DEFAULT_MODEL), help="folder, hub id or .gguf file")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--methods", nargs="+", default=["plain", "ngram"], metavar="METHOD", help="plain, or a method")
+    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--draft-model", help="folder, hub id or .gguf file, for the method draft_model")
+    parser.add_argument("--workloads", nargs="+", metavar="N-KIND", help="of 1, 8 and 32 streams, open and copy")
+    parser.add_argument("--new-tokens", type=int, default=NUM_NEW_TOKENS)
+    parser.add_argument("--repeats", type=int, default=3, help="rounds")
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--num-threads", type=int, help="CPU threads of the model; default: all cores")
+    parser.add_argument("--quick", action="store_true", help="one round of 1-open and 8-copy with 32 new tokens")
+    parser.add_argument("--no-startup", action="store_true", help="leave out start-up and memory")
+    parser.add_argument("--no-operators", action="store_true", help="leave out the sum of torch operators")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the last line to a file, too")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.repeats, options.new_tokens = 1, min(options.new_tokens, 32)
+    return options
+
+
+def engine_fields(method: str, options: argparse.Namespace) -> dict[str, Any]:
+    """EngineConfig of a method.
+
+    Raises ValueError where the method lacks its draft model.
+    """
+    fields = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "device": options.device,
+        "max_model_len": options.max_model_len,
+        "num_threads": options.num_threads,
+        "enable_prefix_caching": False,
+    }
+    if method != "plain":
+        speculative = {"method": method, "num_speculative_tokens": options.num_speculative_tokens}
+        if method == "draft_model":
+            if options.draft_model is None:
+                raise ValueError("--methods names draft_model: say which model drafts with --draft-model")
+            speculative["model"] = options.draft_model
+        fields["speculative_config"] = speculative
+    return fields
+
+
+def check_model(options: argparse.Namespace) -> Path:
+    """The checkpoint's folder.
+
+    Raises ValueError where the demonstration model has not been fetched.
+    """
+    if options.model == str(DEFAULT_MODEL) and not (DEFAULT_MODEL / "config.json").is_file():
+        raise ValueError(f"there is no checkpoint at {DEFAULT_MODEL}: run `make model`, or name one with --model")
+    return resolve_checkpoint(options.model, progress=sys.stderr.isatty())
+
+
+def measure(
+    runners: dict[str, EngineRunner], prompts: PromptSet, workloads: list[Workload], options: argparse.Namespace
+) -> dict[str, MethodRuns]:
+    """All rounds. The order of the methods turns with the round."""
+    runs = {method: MethodRuns() for method in runners}
+    for runner in runners.values():
+        runner.run([prompts.long_prompts[-1:], prompts.waves(workloads[-1])[0]], num_new_tokens=8)
+    methods = list(runners)
+    num_long = 2 if options.quick else NUM_LONG_PROMPTS
+    for repeat in range(options.repeats):
+        order = methods[repeat % len(methods) :] + methods[: repeat % len(methods)]
+        for prompt in prompts.long_prompts[:num_long]:
+            for method in order:
+                runs[method].long_first_token_s.append(runners[method].first_token_s(prompt))
+        for workload in workloads:
+            for method in order:
+                run = runners[method].run(prompts.waves(workload), options.new_tokens)
+                runs[method].by_workload.setdefault(workload.name, []).append(run)
+                _say(f"round {repeat + 1}: {workload.name} {method}: {run.tokens_per_s:.0f} tokens/s")
+    return runs
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    folder = check_model(options)
+    workloads = select_workloads(options.workloads, options.quick)
+    configs = {method: engine_fields(method, options) for method in options.methods}
+    machine, model_config = this_machine(), read_model_config(folder)
+    dtype = model_config.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else None
+    device = device or torch.device(options.device)
+
+    startup = {}
+    for method, config in configs.items():
+        if not options.no_startup:
+            _say(f"start-up of {method}")
+            startup[method] = measure_startup(config)
+    runners = {m: EngineRunner(LLMEngine(EngineConfig(**c), progress=sys.stderr.isatty())) for m, c in configs.items()}
+    weight_bytes = step_weight_bytes(model_config, dtype)
+    bandwidth = read_bandwidth(device)
+    prompts = PromptSet(model_config.vocab_size)
+    runs = measure(runners, prompts, workloads, options)
+    bandwidth = max(bandwidth, read_bandwidth(device))
+    for runner in runners.values():
+        runner.engine.shutdown()
+
+    operators = None if options.no_operators else TorchOperators(model_config, dtype, device)
+    baseline = runs[options.methods[0]]
+    result: dict[str, Any] = {
+        "benchmark": "engine",
+        "machine": machine,
+        "model": options.model,
+        "dtype": str(dtype).removeprefix("torch."),
+        "arguments": {name: str(v) if isinstance(v, Path) else v for name, v in vars(options).items()},
+        "step_weight_bytes": weight_bytes,
+        "read_bandwidth_bytes_per_s": bandwidth,
+        "methods": {
+            method: {
+                "startup": startup.get(method),
+                **method_result(runs[method], baseline, workloads, prompts, weight_bytes / bandwidth, operators),
+            }
+            for method in options.methods
+        },
+    }
+    print_header(
+        machine,
+        f"{options.model}, {result['dtype']}, {options.new_tokens} new tokens a prompt, greedy",
+        limit=f"{weight_bytes / 1e6:.0f} MB of weights a step, read at {bandwidth / 1e9:.1f} GB/s: "
+        f"{1e3 * weight_bytes / bandwidth:.1f} ms a step at best",
+    )
+    print_tables(result["methods"], baseline=options.methods[0])
+    return result
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    options = parse_arguments()
+    try:
+        result = run(options)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print_json(result, options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -163,7 +163,7 @@ class AppConfig(EngineConfig):
         limit = self.speculative_config.num_speculative_tokens if self.speculative_config else 0
         if num is not None and num > limit:
             raise ValueError(
-                f"num_speculative_tokens is {num}: use at most {limit}, "
+                f"user_config.num_speculative_tokens is {num}: use at most {limit}, "
                 "speculative_config.num_speculative_tokens, which sizes were chosen for"
             )
 

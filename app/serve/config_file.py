@@ -26,12 +26,14 @@ class ServeFile:
         try:
             content = yaml.safe_load(path.read_text())
         except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}") from None
+            raise ValueError(str(error.strerror)) from None
         except yaml.YAMLError as error:
-            raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+            raise ValueError(f"not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(content, dict):
-            raise ValueError(f"{path} is not a Serve file: it has no `applications`")
+            raise ValueError("not a Serve file: it is no mapping with `applications`")
         self.schema = _parse_schema(content)
+        if not self.schema.applications:
+            raise ValueError(f"applications is empty: give one with import_path {BUILDER}")
         self.configs = [_check_application(index, app) for index, app in enumerate(content["applications"])]
         self.host, self.port = self.schema.http_options.host, self.schema.http_options.port
         self.route_prefix = (self.schema.applications[0].route_prefix or "").rstrip("/")

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         file = ServeFile(path)
         _check_port(file.host, file.port)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"{path}: {error}", file=sys.stderr)
         return 1
     # Ray reports its use to its makers unless told otherwise; that is the user's to switch on.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

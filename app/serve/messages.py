@@ -1,7 +1,17 @@
-"""What a replica says to an ingress about a request, beside its deltas."""
+"""What a replica tells an ingress, beside the deltas of requests."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What the protocol layer needs to know of the model."""
+
+    folder: Path  # of the checkpoint, with its tokenizer
+    max_model_len: int
+    vocab_size: int
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Any, cast
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -34,8 +34,7 @@ class ReplicaClient:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
         """As `EngineClient` has it."""
-        stream = self._streaming.generate.remote(request)
-        assert isinstance(stream, DeploymentResponseGenerator)
+        stream = cast(DeploymentResponseGenerator, self._streaming.generate.remote(request))
         ended = False
         try:
             async for item in stream:

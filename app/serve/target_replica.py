@@ -13,7 +13,7 @@ from ray import serve
 from app.config import AppConfig, UserConfig
 from app.engine.outputs import GenerationRequest, SequenceDelta
 from app.engine.sampling_params import SamplingParams
-from app.serve.messages import Refused
+from app.serve.messages import ModelDescription, Refused
 
 logger = logging.getLogger("ray.serve")
 
@@ -38,14 +38,16 @@ class Engine(Protocol):
     def shutdown(self) -> None: ...
 
 
-EngineFactory = Callable[[AppConfig], Awaitable[Engine]]
+EngineFactory = Callable[[AppConfig], Awaitable[tuple[Engine, ModelDescription]]]
 
 
-async def load_engine(config: AppConfig) -> Engine:
+async def load_engine(config: AppConfig) -> tuple[Engine, ModelDescription]:
     # Imported here: the process that builds the application imports this module, and has no use for torch.
     from app.async_engine import AsyncEngine
 
-    return await AsyncEngine.create(config, progress=True, stall_limit_s=config.step_timeout_s)
+    engine = await AsyncEngine.create(config, progress=True, stall_limit_s=config.step_timeout_s)
+    loaded = engine.engine.loaded
+    return engine, ModelDescription(loaded.folder, loaded.max_model_len, loaded.vocab_size)
 
 
 @dataclass
@@ -73,7 +75,7 @@ class TargetReplica:
         self._sweeper: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         start = time.monotonic()
-        self._engine = await engine_factory(config)
+        self._engine, self._description = await engine_factory(config)
         await self._warm_up()
         self._sweeper = asyncio.create_task(self._sweep())
         logger.info("%s is loaded: %.1f s", config.model_name, time.monotonic() - start)
@@ -131,11 +133,14 @@ class TargetReplica:
         while len(self._aborted) > MAX_ABORTED_IDS:
             self._aborted.popitem(last=False)
 
+    async def describe(self) -> ModelDescription:
+        return self._description
+
     async def stats(self) -> dict[str, Any]:
         """The engine's counts, and the requests that are open here."""
         return {**await self._running_engine.stats(), "num_open_requests": len(self._open)}
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Serve's question, also the ingress's; raises where work is pending and no step finishes."""
         self._running_engine.check_health()
 

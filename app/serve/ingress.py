@@ -1,0 +1,36 @@
+"""The deployment that speaks HTTP: OpenAI's API in front of the replicas' handle. It holds no model."""
+
+import asyncio
+import time
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.api.model_card import ModelCard
+from app.api.router import build_app
+from app.config import AppConfig
+from app.serve.messages import ModelDescription
+from app.serve.replica_client import ReplicaClient
+from models.tokenizer import load_tokenizer
+
+
+@serve.deployment
+@serve.ingress()
+class Ingress:
+    def __init__(self, target: DeploymentHandle, config: AppConfig) -> None:
+        self._target = target
+        self._config = config
+
+    async def __serve_build_asgi_app__(self) -> Any:  # Serve's name
+        """The application, once a replica has loaded its model and can say what that is."""
+        description: ModelDescription = await self._target.describe.remote()
+        tokenizer = await asyncio.to_thread(load_tokenizer, description.folder)
+        card = ModelCard(
+            served_model_names=(self._config.model_name,),
+            max_model_len=description.max_model_len,
+            vocab_size=description.vocab_size,
+            created=int(time.time()),
+        )
+        # Serve's proxy writes X-Request-Id itself.
+        return build_app(ReplicaClient(self._target), card, tokenizer, echo_request_id=False)

@@ -25,13 +25,14 @@ class ChatTemplate:
             raise APIError(
                 400, "This model has no chat template: send its prompt to /v1/completions instead.", param="messages"
             )
+        variables = self._variables(request)
         try:
             prompt = self._tokenizer.apply_chat_template(
                 [self._variables_of(message) for message in request.messages],
                 tokenize=False,
                 add_generation_prompt=request.add_generation_prompt,
                 continue_final_message=request.continue_final_message,
-                **self._variables(request),
+                **variables,
             )
         except Exception as error:  # a template may raise anything; its sentence is meant for the client
             message = f"The model's chat template refuses these messages: {error}"

@@ -85,7 +85,8 @@ def _sampling_params(
     except ValueError as error:
         refused = refusal(error)
         if refused.param == "max_tokens" and "max_completion_tokens" in request.model_fields_set:
-            refused.param = "max_completion_tokens"
+            renamed = str(error).replace("max_tokens", "max_completion_tokens", 1)
+            refused = APIError(400, renamed, param="max_completion_tokens")
         raise refused from None
     return params
 

@@ -47,32 +47,32 @@ def _as_api_error(error: ValidationError, data: dict[str, Any]) -> APIError:
     """The first field at fault, with what each alternative of its type expected."""
     details = error.errors(include_url=False, include_context=False)
     first = details[0]
-    param = _path(first["loc"], data, first["type"] == "missing")
+    param = _path(first["loc"], data)
     if first["type"] == "missing":
         return APIError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
         return APIError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     expected = " or ".join(
-        dict.fromkeys(_sentence(detail["msg"]) for detail in details if _path(detail["loc"], data, False) == param)
+        dict.fromkeys(_sentence(detail["msg"]) for detail in details if _path(detail["loc"], data) == param)
     )
     return APIError(
         400, f"Invalid value for '{param}', {_quoted(first['input'])}: {expected}.", param=param, code="invalid_value"
     )
 
 
-def _path(location: tuple[int | str, ...], data: Any, is_missing: bool) -> str:
-    """`messages[0].content`: the parts of pydantic's location that lie in the body, not in our types."""
+def _path(location: tuple[int | str, ...], data: Any) -> str:
+    """`messages[0].content`: the parts of pydantic's location that lie in the body, not in our types.
+
+    The last part is taken in any case where the body has none of that name: it is the missing field's.
+    """
     path = ""
     for part in location:
-        if isinstance(data, dict) and part in data:
+        if isinstance(data, dict) and (part in data or part is location[-1]):
             path += f".{part}" if path else str(part)
+            data = data.get(part)
         elif isinstance(data, list) and isinstance(part, int) and part < len(data):
             path += f"[{part}]"
-        else:
-            continue
-        data = data[part]
-    if is_missing:
-        path += f".{location[-1]}" if path else str(location[-1])
+            data = data[part]
     return path
 
 

@@ -30,17 +30,7 @@ class Detokenizer:
         self._context: list[int] = []
         self._held: list[int] = []
         self._out = ""
-        num_seen = NUM_PROMPT_TOKENS
-        tail = list(prompt_token_ids[-num_seen:])
-        text = self._decode(tail)
-        while text.startswith(REPLACEMENT) and len(tail) < min(len(prompt_token_ids), 8 * NUM_PROMPT_TOKENS):
-            num_seen *= 2  # the window begins within a character, which may spoil the run of bytes that it is in
-            tail = list(prompt_token_ids[-num_seen:])
-            text = self._decode(tail)
-        if text.endswith(REPLACEMENT):
-            self._held, self._out = self._without_skipped(tail), text
-        else:
-            self._context = tail
+        self._see_prompt(prompt_token_ids)
         self._stream = self._new_stream()
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
@@ -64,6 +54,24 @@ class Detokenizer:
         fresh = self._remainder(self._decode(self._held) if text is None else text)
         self._held, self._out = [], ""
         return fresh
+
+    def _see_prompt(self, token_ids: Sequence[int]) -> None:
+        """Takes in the prompt's end; its text counts as out, also that of a character the answer may complete."""
+        num_seen = NUM_PROMPT_TOKENS
+        text = self._decode(list(token_ids[-num_seen:]))
+        while text.startswith(REPLACEMENT) and num_seen < min(len(token_ids), 8 * NUM_PROMPT_TOKENS):
+            num_seen *= 2  # it begins within a character, which may spoil the whole run of bytes that it is in
+            text = self._decode(list(token_ids[-num_seen:]))
+        tail = self._without_skipped(list(token_ids[-num_seen:]))
+        for num_held in range(min(len(tail) + 1, MAX_CHAR_BYTES)):
+            context = tail[: len(tail) - num_held]
+            if not self._decode(context).endswith(REPLACEMENT):
+                self._context, self._held = context, tail[len(context) :]
+                break
+        else:
+            self._held = tail
+        text_after_context = self._text_after_context()
+        self._out = self._decode(self._held) if text_after_context is None else text_after_context
 
     def _push_held(self, token_id: int) -> str:
         self._held += self._without_skipped([token_id])

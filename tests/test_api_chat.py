@@ -16,7 +16,6 @@ from tests.helpers.tiny_models import VOCAB_SIZE
 USER = {"role": "user", "content": "hello"}
 
 
-
 def quick_fox(request):
     """Three steps: one token, three at once (two accepted drafts), an end without text."""
     yield [delta("the", [20], cached=16)]

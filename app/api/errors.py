@@ -45,9 +45,10 @@ class APIError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> bytes:
-        """JSON in UTF-8, whatever the message quotes: lone surrogates are escaped."""
-        error = {"message": self.message, "type": self.error_type, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}, ensure_ascii=False).encode("utf-8", "backslashreplace")
+        """JSON in UTF-8, whatever the message quotes: a lone surrogate becomes the text of its escape."""
+        message = self.message.encode("utf-8", "backslashreplace").decode()
+        error = {"message": message, "type": self.error_type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}, ensure_ascii=False).encode()
 
     def response(self) -> Response:
         return Response(self.body(), self.status_code, self.headers, media_type="application/json")

@@ -13,10 +13,10 @@ class AsgiCall:
     >>> await call.hang_up()    # the client goes; returns when the application has
     """
 
-    def __init__(self, app: Any, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, app: Any, method: str, path: str, body: Any = None, *, more_body: bool = False) -> None:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self._received: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._received.put_nowait({"type": "http.request", "body": raw, "more_body": False})
+        self._received.put_nowait({"type": "http.request", "body": raw, "more_body": more_body})
         self._sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.status: int | None = None
         self.send_fails = False  # a server whose connection is gone raises OSError
@@ -30,7 +30,7 @@ class AsgiCall:
             "raw_path": path.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()],
+            "headers": [],
             "client": ("127.0.0.1", 1),
             "server": ("testserver", 80),
         }

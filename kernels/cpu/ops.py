@@ -51,6 +51,8 @@ def linear(
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
     out = torch.empty((num_rows, weight.num_rows), dtype=out_dtype or x.dtype)
     assert out.dtype == x.dtype or out.dtype in (torch.float32, torch.bfloat16)
+    if not num_rows:
+        return out
     library = load_library().released
     failed = (library.linear_float if is_float else library.linear_bf16)(
         torch.get_num_threads(),

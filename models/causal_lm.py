@@ -21,7 +21,9 @@ class Decoder(nn.Module):
             config.vocab_size, config.hidden_size, config.dtype, is_head=config.tie_word_embeddings
         )
         rotary = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope, device)
-        self.layers = nn.ModuleList(decoder_layer(config, i, rotary) for i in range(config.num_hidden_layers))
+        layers = [decoder_layer(config, i, rotary) for i in range(config.num_hidden_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.kv_specs = [layer.kv_spec for layer in layers]
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(
@@ -31,9 +33,11 @@ class Decoder(nn.Module):
         kv_layers: list[tuple[torch.Tensor, ...]],  # one a layer
         attention: AttentionMetadata,
     ) -> torch.Tensor:  # [num_tokens, hidden_size]
-        hidden_states, residual = self.embed_tokens(token_ids), None
+        hidden_states: torch.Tensor = self.embed_tokens(token_ids)
+        residual: torch.Tensor | None = None
         for layer, kv_layer in zip(self.layers, kv_layers, strict=True):
             hidden_states, residual = layer(hidden_states, residual, positions, kv_layer, attention)
+        assert residual is not None  # there is a layer
         hidden_states, _ = self.norm.add(hidden_states, residual)
         return hidden_states
 
@@ -51,7 +55,7 @@ class CausalLM(nn.Module):
 
     def kv_specs(self) -> list[LayerKVSpec]:
         """What each layer stores of a token on this rank."""
-        return [layer.kv_spec for layer in self.model.layers]
+        return list(self.model.kv_specs)
 
     def forward(
         self,

@@ -114,7 +114,9 @@ def _matched(index: WeightIndex, destinations: dict[str, Destination], tied: boo
     for name, tensor in matched.items():
         shape = destinations[name].shard.stored_shape
         if tensor.shape != shape:
-            raise ValueError(f"{tensor.path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}")
+            raise ValueError(
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
+            )
         if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{tensor.path}: {name} is stored as {tensor.dtype}, not as {', '.join(FLOAT_DTYPES)}")
     return matched

@@ -41,7 +41,9 @@ class WeightIndex:
         for tensor in self.tensors.values():
             if tensor.dtype in FLOAT_DTYPES:
                 return str(FLOAT_DTYPES[tensor.dtype]).removeprefix("torch.")
-        raise ValueError(f"{self.folder} holds no weights in {', '.join(FLOAT_DTYPES)}, nor does config.json say a dtype")
+        raise ValueError(
+            f"{self.folder} holds no weights in {', '.join(FLOAT_DTYPES)}, nor does config.json say a dtype"
+        )
 
 
 def read_weight_index(folder: Path) -> WeightIndex:
@@ -79,7 +81,7 @@ def _read_sharded(folder: Path, index_path: Path) -> dict[str, StoredTensor]:
 def _read_headers(path: Path) -> dict[str, StoredTensor]:
     tensors = {}
     with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118: not a mapping
+        for name in file.keys():  # noqa: SIM118 - a safetensors file is no mapping
             stored = file.get_slice(name)
             tensors[name] = StoredTensor(name, path, stored.get_dtype(), tuple(stored.get_shape()))
     return tensors

@@ -5,6 +5,7 @@ splits the input features and sums over ranks. Megatron-LM (Shoeybi et al., 2019
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -15,6 +16,21 @@ from models import parallel
 from models.layers.parameter import Shard, UnloadedParameter
 
 
+@dataclass(frozen=True)
+class RowShare:
+    """Rows of a stored matrix of which this rank holds some."""
+
+    num_stored: int
+    start: int
+    num_rows: int
+
+    @staticmethod
+    def even(num_stored: int, name: str) -> "RowShare":
+        """As many rows for every rank; `name` is the configuration's field that says how many there are."""
+        num_rows = parallel.share(num_stored, name)
+        return RowShare(num_stored, parallel.tp_rank() * num_rows, num_rows)
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b; this rank computes its share of the output features."""
 
@@ -22,8 +38,7 @@ class ColumnParallelLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, name: str) -> None:
         super().__init__()
-        rows = [(out_features, parallel.tp_rank(), parallel.share(out_features, name))]
-        self.weight, self.bias = _column_parameters(in_features, rows, bias, dtype)
+        self.weight, self.bias = _column_parameters(in_features, [RowShare.even(out_features, name)], bias, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weight, self.bias)
@@ -38,8 +53,8 @@ class MergedColumnParallelLinear(nn.Module):
         self, in_features: int, out_features: Sequence[int], bias: bool, dtype: torch.dtype, name: str
     ) -> None:
         super().__init__()
-        rows = [(features, parallel.tp_rank(), parallel.share(features, name)) for features in out_features]
-        self.weight, self.bias = _column_parameters(in_features, rows, bias, dtype)
+        shares = [RowShare.even(features, name) for features in out_features]
+        self.weight, self.bias = _column_parameters(in_features, shares, bias, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weight, self.bias)
@@ -58,18 +73,16 @@ class QKVParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         rank, size = parallel.tp_rank(), parallel.tp_size()
+        if max(size, num_kv_heads) % min(size, num_kv_heads):
+            raise ValueError(
+                f"num_key_value_heads is {num_kv_heads}, tensor_parallel_size {size}: one must divide the other"
+            )
         self.num_heads = parallel.share(num_heads, "num_attention_heads")
-        if size > num_kv_heads:
-            if size % num_kv_heads:
-                raise ValueError(
-                    f"num_key_value_heads is {num_kv_heads}: tensor_parallel_size {size} must be a divisor or a multiple"
-                )
-            self.num_kv_heads, kv_rank = 1, rank * num_kv_heads // size
-        else:
-            self.num_kv_heads, kv_rank = parallel.share(num_kv_heads, "num_key_value_heads"), rank
-        key_value = (num_kv_heads * head_dim, kv_rank, self.num_kv_heads * head_dim)
-        rows = [(num_heads * head_dim, rank, self.num_heads * head_dim), key_value, key_value]
-        self.weight, self.bias = _column_parameters(hidden_size, rows, bias, dtype)
+        self.num_kv_heads = max(num_kv_heads // size, 1)
+        first_kv_head = rank * num_kv_heads // size
+        query = RowShare(num_heads * head_dim, rank * self.num_heads * head_dim, self.num_heads * head_dim)
+        key = RowShare(num_kv_heads * head_dim, first_kv_head * head_dim, self.num_kv_heads * head_dim)
+        self.weight, self.bias = _column_parameters(hidden_size, [query, key, key], bias, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ops.linear(x, self.weight, self.bias)
@@ -96,15 +109,15 @@ class RowParallelLinear(nn.Module):
 
 def _column_parameters(
     in_features: int,
-    rows: Sequence[tuple[int, int, int]],  # of each merged matrix: all rows, which share is ours, rows in a share
+    shares: Sequence[RowShare],
     bias: bool,
     dtype: torch.dtype,
 ) -> tuple[UnloadedParameter, UnloadedParameter | None]:
     """Weight and bias of matrices that are stored apart and kept one below the other."""
     weight_shards, bias_shards, offset = [], [], 0
-    for num_stored, index, num_rows in rows:
-        weight_shards.append(Shard.of_rows((num_stored, in_features), index * num_rows, num_rows, offset))
-        bias_shards.append(Shard.of_rows((num_stored,), index * num_rows, num_rows, offset))
-        offset += num_rows
+    for share in shares:
+        weight_shards.append(Shard.of_rows((share.num_stored, in_features), share.start, share.num_rows, offset))
+        bias_shards.append(Shard.of_rows((share.num_stored,), share.start, share.num_rows, offset))
+        offset += share.num_rows
     weight = UnloadedParameter((offset, in_features), dtype, tuple(weight_shards), packed=True)
     return weight, UnloadedParameter((offset,), dtype, tuple(bias_shards), packed=False) if bias else None

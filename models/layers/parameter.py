@@ -49,7 +49,8 @@ def set_loaded(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
     """Puts the loaded tensor in the place of `module`'s unloaded parameter, packed where kernels want it so."""
     unloaded = module.get_parameter(name)
     assert isinstance(unloaded, UnloadedParameter)
-    assert tensor.shape == unloaded.shape and tensor.dtype == unloaded.dtype
+    assert tensor.shape == unloaded.shape
+    assert tensor.dtype == unloaded.dtype
     weight = ops.pack_weight(tensor) if unloaded.packed else tensor
     delattr(module, name)
     setattr(module, name, nn.Parameter(weight, requires_grad=False) if isinstance(weight, torch.Tensor) else weight)

@@ -51,7 +51,7 @@ def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedMod
     device = select_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    folder = resolve_checkpoint(config.model, progress)
+    folder = resolve_checkpoint(config.model, progress, DTYPES.get(config.dtype))
     model_config = read_model_config(folder)
     max_model_len = served_context(config, model_config)
     tokenizer = load_tokenizer(folder)

@@ -21,6 +21,15 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
     return {"model": "tiny", **prompt, **fields}
 
 
+async def read(api: ScriptedApi, path: str, stream: bool, **fields: Any) -> None:
+    """Takes a whole answer with the openai client."""
+    create = api.openai.chat.completions.create if path == CHAT else api.openai.completions.create
+    answer = await create(**body(path), stream=stream, **fields)
+    if stream:
+        async for _ in answer:
+            pass
+
+
 def failing(error: BaseException, num_steps: int = 0):
     def script(request):
         for step in range(num_steps):
@@ -92,9 +101,7 @@ async def test_an_error_in_mid_stream_is_one_event_and_the_end(path, error, mess
     assert len(api.engine.aborted) == 1
 
     with pytest.raises(openai.APIError, match=message) as caught:
-        create = api.openai.chat.completions.create if path == CHAT else api.openai.completions.create
-        async for _ in await create(**body(path), stream=True, extra_headers={"X-Request-Id": "my-id"}):
-            pass
+        await read(api, path, stream=True, extra_headers={"X-Request-Id": "my-id"})
     assert caught.value.message == told["message"]
 
 
@@ -106,9 +113,7 @@ async def test_a_request_that_the_engine_gives_up_says_why(stream):
 
     api = ScriptedApi(script)
     with pytest.raises(openai.APIError, match="NaN at position 7"):
-        answer = await api.openai.completions.create(model="tiny", prompt="x", stream=stream)
-        async for _ in answer:
-            pass
+        await read(api, TEXT, stream=stream)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +129,7 @@ async def test_a_request_that_the_engine_gives_up_says_why(stream):
 async def test_a_choice_that_never_finished_is_an_error_and_no_answer(script, stream):
     api = ScriptedApi(script)
     with pytest.raises(openai.APIError):
-        answer = await api.openai.completions.create(model="tiny", prompt="x", stream=stream)
-        async for _ in answer:
-            pass
+        await read(api, CHAT, stream=stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])

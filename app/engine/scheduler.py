@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from app.engine.block_manager import BlockManager
 from app.engine.outputs import SequenceDelta, SpeculationStats
-from app.engine.plan import AdmittedSequence, ScheduledSequence, SequenceResult, StepPlan, StepResult, TokenLogprobs
+from app.engine.plan import ScheduledSequence, SequenceResult, StepPlan, StepResult
 from app.engine.sequence import Sequence, SequenceStatus
 
 NO_TOKEN_ERROR = "the step returned no token for this sequence"
@@ -115,8 +115,8 @@ class Scheduler:
             heapq.heappush(self._free_slots, slot)
         may_admit = bool(self._waiting and self._free_slots and not preempted)
 
-        decoding = [s for s in self._running if s.num_tokens - s.num_computed_tokens == 1]
-        prefilling = [s for s in self._running if s.num_tokens - s.num_computed_tokens > 1]
+        decoding = [s for s in self._running if s.is_decoding]
+        prefilling = [s for s in self._running if not s.is_decoding]
         batch: list[ScheduledSequence] = []
         spare_rows = self.limits.max_num_batched_tokens - len(self._running)  # beside one row for each
         draft_rows = spare_rows - may_admit  # drafts leave room for the next prompt to come in
@@ -126,11 +126,11 @@ class Scheduler:
             spare_rows -= batch[-1].num_draft_tokens
             draft_rows -= batch[-1].num_draft_tokens
         for sequence in prefilling:
-            batch.append(self._schedule(sequence, 1 + spare_rows))
-            spare_rows -= batch[-1].num_new_tokens + batch[-1].num_draft_tokens - 1
+            batch.append(self._schedule_prompt(sequence, 1 + spare_rows))
+            spare_rows -= batch[-1].num_new_tokens - 1
         admitted = self._admit(batch, spare_rows) if may_admit else []
 
-        plan = StepPlan(next(self._step_ids), batch, [self._admission(s) for s in admitted], released_slots)
+        plan = StepPlan(next(self._step_ids), batch, [sequence.admission() for sequence in admitted], released_slots)
         self._in_flight = (plan, decoding + prefilling + admitted)
         return plan
 
@@ -182,6 +182,10 @@ class Scheduler:
         sequence.num_sent_blocks = len(sequence.block_ids)
         return ScheduledSequence(sequence.slot, num_new_tokens, num_drafts, new_block_ids)
 
+    def _schedule_prompt(self, sequence: Sequence, num_rows: int) -> ScheduledSequence:
+        """Without drafts: they would take rows from other prompts, and their drafter's time from the first token."""
+        return self._schedule(sequence, min(num_rows, sequence.num_tokens - sequence.num_computed_tokens))
+
     def _grow_running(self) -> bool:
         """Gives running sequences blocks for all known tokens; True where one had to give way.
 
@@ -220,24 +224,10 @@ class Scheduler:
                 sequence.num_cached_tokens = sequence.num_computed_tokens
                 self.num_prefix_hit_tokens += sequence.num_computed_tokens
                 self.num_prefix_queried_tokens += sequence.num_tokens
-            batch.append(self._schedule(sequence, spare_rows))
-            spare_rows -= batch[-1].num_new_tokens + batch[-1].num_draft_tokens
+            batch.append(self._schedule_prompt(sequence, spare_rows))
+            spare_rows -= batch[-1].num_new_tokens
             admitted.append(sequence)
         return admitted
-
-    def _admission(self, sequence: Sequence) -> AdmittedSequence:
-        assert sequence.slot is not None
-        num_blocks = -(-sequence.num_tokens // self.block_manager.block_size)  # those for drafts come with its share
-        return AdmittedSequence(
-            slot=sequence.slot,
-            token_ids=list(sequence.token_ids),
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_computed_tokens=sequence.num_computed_tokens,
-            block_ids=sequence.block_ids[:num_blocks],
-            sampling_params=sequence.sampling_params,
-            seed=sequence.seed,
-            stop_token_ids=sequence.stop_token_ids,
-        )
 
     def _advance(
         self, sequence: Sequence, scheduled: ScheduledSequence, outcome: SequenceResult
@@ -269,7 +259,7 @@ class Scheduler:
             run.text,
             run.token_ids,
             run.logprobs,
-            prompt_logprobs=self._take_prompt_logprobs(sequence),
+            prompt_logprobs=sequence.take_prompt_logprobs(),
         )
         if sequence.num_output_tokens == num_kept:
             assert sequence.num_cached_tokens is not None
@@ -279,11 +269,6 @@ class Scheduler:
             sequence.finish_reason = delta.finish_reason = run.finish_reason
             delta.stop_reason, delta.stats = run.stop_reason, sequence.stats
         return delta
-
-    def _take_prompt_logprobs(self, sequence: Sequence) -> list[TokenLogprobs | None] | None:
-        prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-        assert prompt_logprobs is None or len(prompt_logprobs) == sequence.num_prompt_tokens
-        return prompt_logprobs
 
     def _fail(self, sequence: Sequence, error: str) -> SequenceDelta:
         self._end(sequence)

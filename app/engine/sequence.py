@@ -8,7 +8,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Sequences
 
 from app.engine.outputs import FinishReason, SpeculationStats
-from app.engine.plan import TokenLogprobs
+from app.engine.plan import AdmittedSequence, TokenLogprobs
 from app.engine.run_scanner import RunScanner, ending_token_ids
 from app.engine.sampling_params import SamplingParams
 
@@ -74,6 +74,11 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def is_decoding(self) -> bool:
+        """Only the token that it emitted last is still to be computed."""
+        return len(self.token_ids) - self.num_computed_tokens == 1 and len(self.token_ids) > self.num_prompt_tokens
+
+    @property
     def max_num_tokens(self) -> int:
         """Prompt and output together: the context, or less where the request's max_tokens ends it earlier."""
         return self.scanner.max_num_tokens
@@ -85,6 +90,26 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def admission(self) -> AdmittedSequence:
+        """What the worker is told when the sequence takes its slot."""
+        assert self.slot is not None
+        return AdmittedSequence(
+            slot=self.slot,
+            token_ids=list(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_computed_tokens=self.num_computed_tokens,
+            block_ids=list(self.block_ids),
+            sampling_params=self.sampling_params,
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+        )
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """The whole prompt's, where asked, once."""
+        prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        assert prompt_logprobs is None or len(prompt_logprobs) == self.num_prompt_tokens
+        return prompt_logprobs
 
     def __repr__(self) -> str:
         return (

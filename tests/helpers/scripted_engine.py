@@ -1,67 +1,127 @@
-"""An engine that says what it is told to, for the layers around it."""
+"""A scheduler over a scripted worker, and the target and drafters that it plays."""
 
-import asyncio
-from collections.abc import AsyncGenerator
-from pathlib import Path
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable
 
-from app.engine.outputs import GenerationRequest, SequenceDelta
-from app.serve.messages import ModelDescription
+from app.engine.block_manager import BlockManager
+from app.engine.outputs import SequenceDelta
+from app.engine.plan import StepPlan, StepResult
+from app.engine.run_scanner import RunScanner
+from app.engine.sampling_params import SamplingParams
+from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.sequence import Sequence
+from tests.helpers.scripted_worker import ScriptedWorker
+
+EOS = 0
+VOCAB_SIZE = 50
+MAX_TOKENS = 24
+
+
+def next_token(history: list[int]) -> int:
+    """The target: depends on the last three tokens and the length, and never says EOS."""
+    return 1 + (sum(history[-3:]) * 31 + len(history) * 7) % (VOCAB_SIZE - 1)
+
+
+def continuation(history: list[int], num: int) -> list[int]:
+    tokens: list[int] = []
+    for _ in range(num):
+        tokens.append(next_token(history + tokens))
+    return tokens
+
+
+def uneven_drafts(history: list[int], num: int) -> list[int]:
+    """None, some or all of the drafts asked for, the first few of them right."""
+    drafts = continuation(history, [num, num, 0, num // 2][len(history) % 4])
+    num_right = len(history) * 5 % 7
+    return drafts[:num_right] + [(token + 1) % VOCAB_SIZE for token in drafts[num_right:]]
+
+
+def no_drafts(history: list[int], num: int) -> list[int]:
+    return []
 
 
 class ScriptedEngine:
-    """One token a choice and step, `step_s` apart, until `max_tokens`; `steps_allowed` holds the steps back."""
+    """A scheduler and a scripted worker in a loop; checks what must hold after every step."""
 
-    def __init__(self, step_s: float = 0.0) -> None:
-        self.step_s = step_s
-        self.steps_allowed = asyncio.Event()
-        self.steps_allowed.set()
-        self.open: set[str] = set()
-        self.aborted: list[str] = []
-        self.num_speculative_tokens = 4
-        self.failure: Exception | None = None
-        self.was_shut_down = False
+    def __init__(
+        self,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 128,
+        num_blocks: int = 200,
+        block_size: int = 4,
+        k: int = 0,
+        caching: bool = True,
+        target: Callable[[list[int]], int] = next_token,
+        draft: Callable[[list[int], int], list[int]] = continuation,
+    ) -> None:
+        self.k = k
+        self.block_manager = BlockManager(num_blocks, block_size, caching)
+        limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len)
+        self.scheduler = Scheduler(limits, self.block_manager, lambda sequence: self.k)
+        self.worker = ScriptedWorker(max_num_seqs, max_model_len, block_size, target, draft, max_num_batched_tokens)
+        self.sequences: list[Sequence] = []
+        self.plans: list[StepPlan] = []
+        self.deltas: dict[Sequence, list[SequenceDelta]] = defaultdict(list)
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
-        if self.failure is not None:
-            raise self.failure
-        self.open.add(request.request_id)
-        num_tokens = request.sampling_params.max_tokens or 16
-        finished = False
-        try:
-            for step in range(num_tokens):
-                await asyncio.sleep(self.step_s)
-                await self.steps_allowed.wait()
-                finished = step == num_tokens - 1
-                yield [
-                    SequenceDelta(
-                        request.request_id, index, f"{step} ", [step], finish_reason="length" * finished or None
-                    )
-                    for index in range(request.n)
-                ]
-        finally:
-            self.open.discard(request.request_id)
-            if not finished:
-                self.aborted.append(request.request_id)
+    def add(self, prompt: list[int], index: int = 0, **params) -> Sequence:
+        sampling_params = SamplingParams(**{"max_tokens": MAX_TOKENS, **params})
+        max_model_len = self.scheduler.limits.max_model_len
+        sequence = Sequence(
+            request_id=str(len(self.sequences)),
+            index=index,
+            prompt_token_ids=prompt,
+            sampling_params=sampling_params,
+            eos_token_ids=(EOS,),
+            scanner=RunScanner(None, sampling_params, (EOS,), prompt, max_model_len),
+        )
+        self.scheduler.add(sequence)
+        self.sequences.append(sequence)
+        return sequence
 
-    async def stats(self) -> dict[str, Any]:
-        return {"num_running": len(self.open)}
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.plans.append(plan)
+        return plan
 
-    async def set_num_speculative_tokens(self, num: int) -> None:
-        self.num_speculative_tokens = num
+    def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
+        deltas = self.scheduler.update(plan, result)
+        for delta in deltas:
+            self.deltas[self.sequences[int(delta.request_id)]].append(delta)
+        self.check()
+        return deltas
 
-    def check_health(self) -> None:
-        if self.failure is not None:
-            raise self.failure
+    def step(self) -> list[SequenceDelta]:
+        plan = self.plan()
+        return [] if plan is None else self.update(plan, self.worker.step(plan))
 
-    def shutdown(self) -> None:
-        self.was_shut_down = True
+    def run(self, max_steps: int = 5000) -> None:
+        """To the end; the worker's slots are all free or about to be."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                break
+            progress = [(s.num_computed_tokens, s.status) for s in self.sequences]
+            preempted = self.scheduler.num_preemptions
+            self.step()
+            assert preempted != self.scheduler.num_preemptions or progress != [
+                (s.num_computed_tokens, s.status) for s in self.sequences
+            ], "a step without progress"
+        assert not self.scheduler.has_work
+        assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+        assert self.block_manager.num_free == self.block_manager.num_blocks
 
+    def check(self) -> None:
+        manager = self.block_manager
+        assert manager.num_free + manager.num_used == manager.num_blocks
+        assert manager.num_used == len({block for s in self.sequences for block in s.block_ids})
+        for sequence in self.sequences:
+            assert (sequence.slot is not None) == (sequence.status.name == "RUNNING")
+            if not sequence.is_finished:
+                assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= sequence.max_num_tokens
+            else:
+                assert sequence.block_ids == []
 
-def factory_of(engine: ScriptedEngine) -> Any:
-    """What a TargetReplica calls to load its engine."""
-
-    async def load(_: object) -> tuple[ScriptedEngine, ModelDescription]:
-        return engine, ModelDescription(Path("nowhere"), max_model_len=64, vocab_size=100)
-
-    return load
+    def output(self, sequence: Sequence) -> list[int]:
+        """The ids that were delivered."""
+        return [token_id for delta in self.deltas[sequence] for token_id in delta.token_ids]

@@ -1,5 +1,6 @@
 """Turns logits into those of the distribution that a request asked for, each row under its own history."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,9 +66,11 @@ class LogitsProcessor:
         return num_output_tokens < self.table.min_tokens[rows.slots]
 
     def _add_bias(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
-        for row in chosen:
-            token_ids, biases = self.table.bias[rows.slots[row]]
-            logits[row, torch.from_numpy(token_ids).to(logits.device)] += torch.from_numpy(biases).to(logits.device)
+        if not len(chosen):
+            return
+        token_ids, biases = zip(*(self.table.bias[slot] for slot in rows.slots[chosen]), strict=True)
+        index = _flat_index(logits, chosen, token_ids)
+        logits.view(-1)[index] += torch.from_numpy(np.concatenate(biases)).to(logits.device)
 
     def _penalise_repetition(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
         """Divides positive logits of seen tokens by the penalty, multiplies negative ones (CTRL, arXiv 1909.05858)."""
@@ -92,20 +95,20 @@ class LogitsProcessor:
 
     def _mask_bad_words(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
         """Bans the last token of each bad word whose other tokens end the row's output."""
+        banned = []
         for row in chosen:
             words = self.table.bad_words[rows.slots[row]]
             output = self._output_tail(rows, row, max(len(word) for word in words) - 1)
-            banned = [
+            ends = [
                 word[-1]
                 for word in words
                 if len(word) <= len(output) + 1 and np.array_equal(output[len(output) + 1 - len(word) :], word[:-1])
             ]
-            logits[row, torch.tensor(banned, dtype=torch.int64, device=logits.device)] = -torch.inf
+            banned.append(np.array(ends, dtype=np.int64))
+        _mask(logits, chosen, banned)
 
     def _mask_stops(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
-        for row in chosen:
-            token_ids = self.table.stop_token_ids[rows.slots[row]]
-            logits[row, torch.from_numpy(token_ids).to(logits.device)] = -torch.inf
+        _mask(logits, chosen, [self.table.stop_token_ids[slot] for slot in rows.slots[chosen]])
 
     def _shape(self, logits: torch.Tensor, slots: np.ndarray) -> None:
         """Temperature, min_p, top-k and top-p, in place; a row's largest logit becomes 0, so that none overflows."""
@@ -156,3 +159,14 @@ class LogitsProcessor:
 
     def _per_entry(self, column: np.ndarray, rows: LogitsRows, where: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(column[rows.slots[where]]).to(logits.device)
+
+
+def _mask(logits: torch.Tensor, rows: np.ndarray, token_ids: Sequence[np.ndarray]) -> None:
+    if len(rows):
+        logits.view(-1)[_flat_index(logits, rows, token_ids)] = -torch.inf
+
+
+def _flat_index(logits: torch.Tensor, rows: np.ndarray, token_ids: Sequence[np.ndarray]) -> torch.Tensor:
+    """Where `token_ids[i]` stand in row `rows[i]` of the flattened `logits`, one after the other."""
+    starts = np.repeat(rows * logits.shape[1], [len(each) for each in token_ids])
+    return torch.from_numpy(starts + np.concatenate(token_ids)).to(logits.device)

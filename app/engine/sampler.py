@@ -8,8 +8,8 @@ import torch
 from app.engine.logits_processor import LogitsProcessor, LogitsRows
 from app.engine.randomness import Purpose, gumbels, gumbels_on_device, stream_keys, token_counters, uniforms
 
-_ROWS_OF_NOISE = 16
-"""Rows whose Gumbel noise an accelerator holds at once: eight bytes an entry, a few times over."""
+_NOISE_AT_ONCE = {"cpu": 2**16, "cuda": 2**20}
+"""Entries of Gumbel noise made at once, of eight bytes and several copies: a cache's worth, or a buffer's."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Sampler:
     def __init__(self, logits_processor: LogitsProcessor) -> None:
         self.state = logits_processor.state
         self.table = logits_processor.table
-        self._processor = logits_processor
+        self.logits_processor = logits_processor
         self._vocabulary = np.zeros(0, dtype=np.uint64)  # counters of all tokens, kept from row to row
 
     def sample(
@@ -47,15 +47,15 @@ class Sampler:
         rows: LogitsRows,
         coupled: np.ndarray,  # [num_rows] bool; greedy rows are greedy either way
     ) -> SampledRows:
-        """Settles what can be settled without knowing the drafts' fate. `table` is fresh for the rows' slots."""
-        greedy, changed = self.table.is_greedy[rows.slots], self._processor.changes(rows)
+        """Settles what can be settled without knowing the drafts' fate. `table` is fresh, see `refresh`."""
+        greedy, changed = self.table.is_greedy[rows.slots], self.logits_processor.changes(rows)
         noisy, soft = coupled & ~greedy, ~(coupled | greedy)
         token_ids, usable = _argmax(logits)
         groups = [(logits, np.flatnonzero(~changed), np.flatnonzero(~changed))]
         if changed.any():
             where = np.flatnonzero(changed)
             index = _on(logits.device, where)
-            processed = self._processor.process(logits[index], rows[where])
+            processed = self.logits_processor.process(logits[index], rows[where])
             token_ids[index], is_finite = _argmax(processed)
             usable[index] &= is_finite
             groups.append((processed, where, np.arange(len(where))))
@@ -75,8 +75,7 @@ class Sampler:
         return SampledRows(token_ids, usable, together, prob_rows)
 
     def draw_drafts(self, logits: torch.Tensor, rows: LogitsRows, coupled: np.ndarray) -> DrawnRows:
-        """Draws a draft for every row, as `sample` would settle it or from the row's distribution."""
-        self.table.refresh(rows.slots)
+        """Draws a draft for every row, as `sample` settles it or from the row's distribution."""
         sampled = self.sample(logits, rows, coupled)
         token_ids = sampled.token_ids
         if sampled.probs is not None:
@@ -89,27 +88,33 @@ class Sampler:
         return DrawnRows(host[0], host[1].astype(bool), sampled.probs, sampled.prob_rows)
 
     def _counters(self, rows: LogitsRows) -> tuple[np.ndarray, np.ndarray]:
-        return self.state.seeds[rows.slots], self._processor.positions(rows)
+        return self.state.seeds[rows.slots], self.logits_processor.positions(rows)
 
     def _coupled_argmax(self, logits: torch.Tensor, rows: np.ndarray, keys: np.ndarray) -> torch.Tensor:
         """arg max(log probs + Gumbel noise) of the given rows; a softmax would only shift each row's logits."""
-        vocab_size = logits.shape[1]
-        if logits.device.type != "cpu":
-            starts = _on(logits.device, keys.view(np.int64))
-            pieces = zip(_on(logits.device, rows).split(_ROWS_OF_NOISE), starts.split(_ROWS_OF_NOISE), strict=True)
-            return torch.cat([(logits[index] + gumbels_on_device(key, vocab_size)).argmax(-1) for index, key in pieces])
-        if len(self._vocabulary) != vocab_size:
-            self._vocabulary = token_counters(np.arange(vocab_size))
-        token_ids = np.zeros(len(rows), dtype=np.int64)
-        for i, row in enumerate(rows):  # a row at a time stays in the processor's cache
-            scores = logits[row].numpy()
-            support = np.flatnonzero(scores > -np.inf)
-            if 2 * len(support) > vocab_size:
-                token_ids[i] = (scores + gumbels(keys[i : i + 1], self._vocabulary)).argmax()
-            elif len(support):  # truncated rows need noise for their few tokens only
-                noise = gumbels(keys[i : i + 1], self._vocabulary[support])
-                token_ids[i] = support[(scores[support] + noise).argmax()]
-        return torch.from_numpy(token_ids)
+        rows_at_once = max(1, _NOISE_AT_ONCE[logits.device.type] // logits.shape[1])
+        drawn = []
+        for start in range(0, len(rows), rows_at_once):
+            piece = slice(start, start + rows_at_once)
+            scores = logits[_on(logits.device, rows[piece])]
+            if logits.device.type == "cpu":
+                drawn.append(torch.from_numpy(self._add_noise(scores.double().numpy(), keys[piece]).argmax(axis=-1)))
+            else:
+                noise = gumbels_on_device(_on(logits.device, keys[piece].view(np.int64)), logits.shape[1])
+                drawn.append((scores + noise).argmax(dim=-1))
+        return torch.cat(drawn)
+
+    def _add_noise(self, scores: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """Adds Gumbel noise in place, to the few tokens that truncation has left or to all; float64 [n, vocab_size]."""
+        if len(self._vocabulary) != scores.shape[1]:
+            self._vocabulary = token_counters(np.arange(scores.shape[1]))
+        possible = scores > -np.inf
+        if 2 * np.count_nonzero(possible) > scores.size:
+            scores += gumbels(keys[:, None], self._vocabulary)
+        else:
+            row, token = np.nonzero(possible)
+            scores[row, token] += gumbels(keys[row], self._vocabulary[token])
+        return scores
 
 
 def inverse_cdf(

@@ -2,8 +2,6 @@
 
 import numpy as np
 import torch
-from models.checkpoint import resolve_checkpoint
-from models.tokenizer import load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.batch import Batch, build_batch
@@ -17,8 +15,10 @@ from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, Tar
 from app.speculative.proposer import Drafts, Verdict
 from app.speculative.verifier import is_coupled
 from models.causal_lm import CausalLM as LoadedModel
+from models.checkpoint import resolve_checkpoint
 from models.layers.rotary import RotaryEmbedding
 from models.loader import load_model
+from models.tokenizer import load_tokenizer
 
 
 class DraftModelProposer:
@@ -53,6 +53,7 @@ class DraftModelProposer:
         num_tokens = np.zeros(num_seqs, dtype=np.int64)
         probs: torch.Tensor | None = None
         drafting = np.flatnonzero(limits > 0)
+        self._context.sampler.table.refresh(slots[drafting])
         coupled = is_coupled(self._context.verification, self._context.sampler, slots[drafting])
         for depth in range(token_ids.shape[1]):
             rows = LogitsRows(slots[drafting], token_ids[drafting], num_tokens[drafting])
@@ -153,7 +154,7 @@ def load(config: DraftModelConfig, target: TargetContext) -> LoadedProposer:
 
     Raises ValueError where its vocabulary is another, before any weight is read.
     """
-    folder = resolve_checkpoint(config.model, target.progress)
+    folder = resolve_checkpoint(config.model, target.progress, target.dtype)
     check_same_vocabulary(target.tokenizer, load_tokenizer(folder))
     model = load_model(folder, target.dtype, target.device, target.progress)
     extend_positions(model, target.max_model_len)

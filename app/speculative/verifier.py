@@ -19,10 +19,7 @@ from app.speculative.rejection import RejectionRows, reject
 
 def is_coupled(mode: VerificationMode, sampler: Sampler, slots: np.ndarray) -> np.ndarray:
     """Slots whose tokens are drawn with noise that depends on seed and position alone; bool [n]."""
-    if mode == "auto":
-        sampler.table.refresh(slots)
-        return sampler.table.is_seeded[slots]
-    return np.full(len(slots), mode == "coupled")
+    return sampler.table.is_seeded[slots] if mode == "auto" else np.full(len(slots), mode == "coupled")
 
 
 @dataclass(frozen=True)

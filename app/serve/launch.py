@@ -1,6 +1,9 @@
 """`make serve`: checks a Serve file, hands it to `serve run`, and says when it is ready.
 
-`serve run` alone does as well; it reports readiness and mistakes among its log lines.
+    python -m app.serve.launch SERVE_FILE [COMMAND...]
+
+With a command, runs it once the server is ready, and stops the server after it. `serve run` alone serves
+as well; it reports readiness and mistakes among its log lines.
 """
 
 import contextlib
@@ -8,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -26,10 +30,10 @@ POLL_PERIOD_S = 0.25
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: python -m app.serve.launch SERVE_FILE", file=sys.stderr)
+    if not arguments:
+        print("usage: python -m app.serve.launch SERVE_FILE [COMMAND...]", file=sys.stderr)
         return 2
-    path = Path(arguments[0])
+    path, command = Path(arguments[0]), arguments[1:]
     try:
         file = ServeFile(path)
         _check_port(file.host, file.port)
@@ -38,22 +42,27 @@ def main(arguments: list[str]) -> int:
         return 1
     # Ray reports its use to its makers unless told otherwise; that is the user's to switch on.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    announcer = Announcer(file)
+    # Both stop the server in good order, also where a shell has told its background jobs to ignore the first.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    announcer = Announcer(file, command)
     announcer.start()
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
         serve_run.main(args=[str(path)], standalone_mode=False)
     if announcer.failure is not None:
         print(f"\nThe application failed to start: {announcer.failure}", file=sys.stderr)
         return 1
-    return 0
+    return announcer.command_status
 
 
 class Announcer(threading.Thread):
     """Waits beside `serve run` until the application answers, and prints how to ask it; interrupts a failed start."""
 
-    def __init__(self, file: ServeFile) -> None:
+    def __init__(self, file: ServeFile, command: list[str]) -> None:
         super().__init__(name="announcer", daemon=True)
         self._file = file
+        self._command = command
+        self.command_status = 0
         self.failure: str | None = None
 
     def run(self) -> None:
@@ -66,11 +75,14 @@ class Announcer(threading.Thread):
             status, message = application
             if status == ApplicationStatus.DEPLOY_FAILED:
                 self.failure = _last_line(message)
-                os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C would: `serve run` cleans up
-                return
+                break
             if status == ApplicationStatus.RUNNING and _answers(f"{self._url}/health"):
                 print(f"\n{self._ready_line()}\n", flush=True)
-                return
+                if not self._command:
+                    return
+                self.command_status = subprocess.run(self._command, check=False).returncode
+                break
+        os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C would: `serve run` cleans up
 
     @property
     def _url(self) -> str:

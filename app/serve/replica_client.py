@@ -62,6 +62,11 @@ class ReplicaClient:
         except Exception as error:
             raise EngineUnavailableError(str(getattr(error, "cause", error))) from error
 
+    async def stats(self) -> list[dict[str, Any]]:
+        """Of every replica that answers."""
+        answers = await self._handle.broadcast("stats").results_async(return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, Exception)]
+
     def _abort(self, request_id: str) -> None:
         self._closed_early.append(request_id)
         if self._aborts is None or self._aborts.done():

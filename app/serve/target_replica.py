@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -42,12 +43,17 @@ EngineFactory = Callable[[AppConfig], Awaitable[tuple[Engine, ModelDescription]]
 
 
 async def load_engine(config: AppConfig) -> tuple[Engine, ModelDescription]:
+    os.environ.setdefault("TQDM_MININTERVAL", "5")  # Ray makes each refresh of a progress bar a line of its log
     # Imported here: the process that builds the application imports this module, and has no use for torch.
     from app.async_engine import AsyncEngine
+    from models.checkpoint import resolve_checkpoint
 
+    if config.num_threads is None:  # Ray tells numerical libraries to use as many threads as it reserved CPUs
+        config = config.model_copy(update={"num_threads": len(os.sched_getaffinity(0))})
     engine = await AsyncEngine.create(config, progress=True, stall_limit_s=config.step_timeout_s)
     loaded = engine.engine.loaded
-    return engine, ModelDescription(loaded.folder, loaded.max_model_len, loaded.vocab_size)
+    folder = await asyncio.to_thread(resolve_checkpoint, config.model, False)
+    return engine, ModelDescription(folder, loaded.max_model_len, loaded.vocab_size)
 
 
 @dataclass

@@ -221,9 +221,9 @@ async def test_special_tokens_are_added_unless_refused():
     calls: list[bool] = []
     encode = type(api.tokenizer).encode
 
-    def recorded(self, text, add_special_tokens=True):
+    def recorded(self, text, *, add_special_tokens, **options):
         calls.append(add_special_tokens)
-        return encode(self, text, add_special_tokens=add_special_tokens)
+        return encode(self, text, add_special_tokens=add_special_tokens, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(api.tokenizer), "encode", recorded)

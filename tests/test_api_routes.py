@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import openai
 import pytest
@@ -164,3 +165,33 @@ async def test_the_bodies_are_described(api):
     schema = paths["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
     assert {"messages", "speculative", "include_speculation_metrics"} <= schema["properties"].keys()
     assert "$ref" not in json.dumps(schema)
+
+
+async def test_the_playground_is_one_page_without_anything_from_elsewhere(api):
+    response = await api.http.get("/")
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    page = response.text
+    assert re.findall(r"https?://", page) == []
+    assert re.findall(r'(?:src|href)="([^"]*)"', page) == ["data:,"]
+    assert "default-src 'none'" in page
+    for path in re.findall(r'fetch\("([^"]*)"', page):
+        assert (await api.http.get(f"/{path}")).status_code in (200, 405)
+
+
+async def test_what_the_playground_reads_of_a_stream(api):
+    body = {
+        "model": (await api.http.get("/v1/models")).json()["data"][0]["id"],
+        "messages": [{"role": "user", "content": "x"}],
+        "stream": True,
+        "return_token_ids": True,
+        "include_speculation_metrics": True,
+        "temperature": 0,
+        "max_completion_tokens": 8,
+        "speculative": {"num_speculative_tokens": 0},
+    }
+    events = (await api.post("/v1/chat/completions", body)).text.split("\n\n")
+    chunk = json.loads(events[0].removeprefix("data: "))
+    assert chunk["choices"][0]["token_ids"] == [10]
+    assert chunk["choices"][0]["delta"]["content"] == "hello"
+    assert {"mean_acceptance_length", "drafted", "accepted", "acceptance_rate"} <= chunk["speculation_metrics"].keys()

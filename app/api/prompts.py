@@ -65,7 +65,7 @@ class PromptEncoder:
         return text
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
 
     def _refuse_hopeless(self, num_chars: int, param: str) -> None:
         """Keeps megabytes that no tokenisation fits into the context from being tokenised."""

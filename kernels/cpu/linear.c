@@ -7,8 +7,6 @@
  * With few rows a call is one pass over the weights at memory speed: a block is a contiguous stream. With many, a
  * block stays in the caches while tiles of MAX_ROWS rows, held in registers, go over it.
  */
-#include <stdlib.h>
-
 #include "dot_tile.h"
 #include "parallel.h"
 
@@ -108,7 +106,7 @@ static void run(LinearCall *call, int64_t num_threads) {
 /* Rows as dot_tile_bf16 wants them: padded to whole pairs, converted where there is no bf16 instruction. */
 static bf16_row_t *convert_rows(const bf16 *x, int64_t M, int64_t K, int64_t row_stride) {
     int64_t padded = (K + 1) / 2 * 2;
-    bf16_row_t *rows = malloc((size_t)(M * padded) * sizeof *rows);
+    bf16_row_t *rows = thread_scratch(SCRATCH_CALL, (size_t)(M * padded) * sizeof *rows);
     if (!rows) return NULL;
     for (int64_t m = 0; m < M; m++) {
         const bf16 *source = x + m * row_stride;
@@ -132,14 +130,12 @@ int linear_bf16(int64_t num_threads, int64_t M, int64_t N, int64_t K, const bf16
                 const bf16 *weight, const bf16 *bias, void *out, int out_is_float) {
     LinearCall call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .bias = bias,
                        .out = out, .out_is_float = out_is_float, .weight_is_float = 0};
-    bf16_row_t *rows = NULL;
     if (BF16_ROWS_AS_FLOAT || K % 2) {
-        rows = convert_rows(x, M, K, row_stride);
+        bf16_row_t *rows = convert_rows(x, M, K, row_stride);
         if (!rows) return 1;
         call.x = rows;
         call.row_stride = (K + 1) / 2 * 2;
     }
     run(&call, num_threads);
-    free(rows);
     return 0;
 }

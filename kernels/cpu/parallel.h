@@ -9,6 +9,7 @@
  * a task, and how many there are, never enters the result.
  */
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 
 typedef struct {
@@ -17,6 +18,12 @@ typedef struct {
 } TaskQueue;
 
 static inline int64_t take_task(TaskQueue *queue) { return __atomic_fetch_add(&queue->next, 1, __ATOMIC_RELAXED); }
+
+/* Memory of the calling thread that lives on between calls (asking the system for it at each would cost more than many a
+ * kernel), at least `bytes` long, 64-byte aligned, its contents undefined; one piece for each of NUM_SCRATCH uses.
+ * NULL if it cannot be had. */
+enum ScratchUse { SCRATCH_TASK, SCRATCH_CALL, NUM_SCRATCH };
+void *thread_scratch(enum ScratchUse use, size_t bytes);
 
 /* Calls body(context) on up to num_threads threads at once and returns when all have. */
 void run_on_threads(int64_t num_threads, void (*body)(void *), void *context);

@@ -107,10 +107,29 @@ ALWAYS_INLINE bf16 float_to_bf16(float x) {
     return (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+/* Compilers widen and narrow vectors of 16-bit elements in halves where one instruction does it. */
+ALWAYS_INLINE vu v_widen(vh h) {
+#if VL == 16
+    return (vu)_mm512_cvtepu16_epi32((__m256i)h);
+#elif VL == 8
+    return (vu)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+    return __builtin_convertvector(h, vu);
+#endif
+}
+
+ALWAYS_INLINE vh v_narrow(vu x) {
+#if VL == 16
+    return (vh)_mm512_cvtepi32_epi16((__m512i)x);
+#else
+    return __builtin_convertvector(x, vh);
+#endif
+}
+
 ALWAYS_INLINE vf v_load_bf16(const bf16 *p) {
     vh h;
     memcpy(&h, p, sizeof h);
-    return (vf)(__builtin_convertvector(h, vu) << 16);
+    return (vf)(v_widen(h) << 16);
 }
 
 ALWAYS_INLINE void v_store_bf16(bf16 *p, vf x) {
@@ -118,7 +137,7 @@ ALWAYS_INLINE void v_store_bf16(bf16 *p, vf x) {
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vu nan = (bits >> 16) | 0x40;
     vu is_nan = (vu)(vi)(x != x);
-    vh h = __builtin_convertvector((is_nan & nan) | (~is_nan & rounded), vh);
+    vh h = v_narrow((is_nan & nan) | (~is_nan & rounded));
     memcpy(p, &h, sizeof h);
 }
 
@@ -165,6 +184,38 @@ ALWAYS_INLINE void v_store_any(void *p, int64_t i, vf x, int lanes, int is_float
 }
 
 ALWAYS_INLINE int lanes_left(int64_t i, int64_t end) { return end - i < VL ? (int)(end - i) : VL; }
+
+/* Lanes of a and b alternating: the first halves of both, or the second */
+#if VL == 16
+#define ZIP_LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define ZIP_HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif VL == 8
+#define ZIP_LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define ZIP_HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define ZIP_LOW 0, 4, 1, 5
+#define ZIP_HIGH 2, 6, 3, 7
+#endif
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vi){__VA_ARGS__})
+#endif
+
+/* Transposes VL x VL words: log2(VL) times, row i and row i + VL / 2 are zipped into rows 2i and 2i + 1. */
+ALWAYS_INLINE void v_transpose(vi *rows) {
+    UNROLL
+    for (int stage = 1; stage < VL; stage *= 2) {
+        vi zipped[VL];
+        UNROLL
+        for (int i = 0; i < VL / 2; i++) {
+            zipped[2 * i] = SHUFFLE(rows[i], rows[i + VL / 2], ZIP_LOW);
+            zipped[2 * i + 1] = SHUFFLE(rows[i], rows[i + VL / 2], ZIP_HIGH);
+        }
+        UNROLL
+        for (int i = 0; i < VL; i++) rows[i] = zipped[i];
+    }
+}
 
 /* exp(x) to about 1e-7 relative for -87 < x < 88; exactly 0 below, infinity above, NaN stays NaN.
  * x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor polynomial of degree 7 with the range's ends below half an ulp. */

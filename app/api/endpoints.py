@@ -25,7 +25,7 @@ from app.api.validation import parse_body
 from app.engine.outputs import GenerationRequest
 from app.engine.sampling_params import SamplingParams
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
 
 
 class GenerationEndpoints:
@@ -57,15 +57,8 @@ class GenerationEndpoints:
         request = parse_body(CompletionRequest, await _read_body(http_request))
         self._card.model(request.model)
         bad_words = await self._encoder.encode_words(request.bad_words)
-        prompts: list[list[int]] = []
-        params: list[SamplingParams] = []
-        for prompt in request.prompts:
-            if isinstance(prompt, str):
-                prompts.append(await self._encoder.encode_text(prompt, request.add_special_tokens))
-            else:
-                check_prompt_ids(prompt, self._card.vocab_size)
-                prompts.append(prompt)
-            params.append(completion_sampling_params(request, len(prompts[-1]), bad_words, self._card))
+        prompts = await self._encode_prompts(request)
+        params = [completion_sampling_params(request, len(prompt), bad_words, self._card) for prompt in prompts]
         request_id = request_id_of(http_request)
         envelope = Envelope(f"cmpl-{request_id}", int(time.time()), request.model)
         choice_format = CompletionFormat(request, envelope, self._token_texts, self._echoed(request, prompts))
@@ -102,6 +95,15 @@ class GenerationEndpoints:
         if request.sampling_params.prompt_logprobs is not None:
             stream = with_prompt_logprobs_first(stream)
         return without_answer(stream) if drops_answer else stream
+
+    async def _encode_prompts(self, request: CompletionRequest) -> list[list[int]]:
+        texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
+        if texts:  # then all of them are
+            return await self._encoder.encode_texts(texts, request.add_special_tokens)
+        prompts = [prompt for prompt in request.prompts if not isinstance(prompt, str)]
+        for prompt in prompts:
+            check_prompt_ids(prompt, self._card.vocab_size)
+        return prompts
 
     def _echoed(self, request: CompletionRequest, prompts: list[list[int]]) -> list[EchoedPrompt]:
         if not request.echo:

@@ -78,7 +78,9 @@ def delta(
     )
 
 
-def logprob(token_id: int, value: float = -0.5, top: tuple[tuple[int, float], ...] = (), rank: int = 1) -> TokenLogprobs:
+def logprob(
+    token_id: int, value: float = -0.5, top: tuple[tuple[int, float], ...] = (), rank: int = 1
+) -> TokenLogprobs:
     return TokenLogprobs(token_id, value, rank, list(top))
 
 

@@ -68,11 +68,11 @@ def _commit() -> str:
     return commit + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
 
 
-def read_bandwidth(device: torch.device, num_repeats: int = 8) -> float:
+def read_bandwidth(device: torch.device, num_repeats: int = 8, num_bytes: int = READ_BUFFER_BYTES) -> float:
     """Bytes a second at which all threads (or the GPU) read a buffer beyond the caches; the best of several passes."""
-    buffer = torch.ones(READ_BUFFER_BYTES // 8, dtype=torch.int64, device=device)
+    buffer = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
     seconds = best_time(lambda: buffer.amax(), device, num_repeats)
-    return READ_BUFFER_BYTES / seconds
+    return buffer.nbytes / seconds
 
 
 def best_time(call: Callable[[], object], device: torch.device, num_repeats: int) -> float:

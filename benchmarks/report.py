@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import Machine
+from benchmarks.machine import REPOSITORY, Machine
 
 
 def print_header(machine: Machine, model: str, **details: str) -> None:
@@ -21,7 +21,10 @@ def print_header(machine: Machine, model: str, **details: str) -> None:
 
 
 def command_line() -> str:
-    return shlex.join(["python", *sys.argv])
+    """What this process was started with, its file named from the repository's root."""
+    program = Path(sys.argv[0]).resolve()
+    name = program.relative_to(REPOSITORY) if program.is_relative_to(REPOSITORY) else program
+    return shlex.join(["python", str(name), *sys.argv[1:]])
 
 
 def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 2) -> str:

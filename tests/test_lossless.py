@@ -13,7 +13,7 @@ from app.speculative.proposer import Drafts
 from app.speculative.registry import PROPOSERS
 from models.config import read_model_config
 
-ARCHITECTURES = ["llama", "llama3", "smollm2", "qwen2", "qwen3", "mistral"]
+ARCHITECTURES = ["llama", "llama3", "llama_tied", "qwen2", "qwen3", "mistral"]
 MAX_TOKENS = 24
 MAX_MODEL_LEN = 96
 BLOCK_SIZE = 8
@@ -44,7 +44,7 @@ def speculative_config(method: str, tiny_checkpoint, architecture: str) -> dict 
 METHODS = [*PROPOSERS, "perfect_draft_model"]
 
 SCENARIOS = {
-    "alone": {"max_num_seqs": 1},
+    "alone": {"max_num_seqs": 1, "num_blocks": 96},
     "batch": {"max_num_seqs": 8},
     "chunked": {"max_num_seqs": 8, "max_num_batched_tokens": 11},
     "preempted": {"max_num_seqs": 8, "num_blocks": 26},

@@ -17,16 +17,20 @@ DRAIN_POLL_S = 0.2
 
 def build(args: AppConfig) -> serve.Application:
     """HTTP in front, replicas with the model behind."""
+    target = serve.deployment(**_target_options(args))(TargetReplica).bind(args)
+    return serve.deployment(**_ingress_options(args))(Ingress).bind(target, args)
+
+
+def _ingress_options(args: AppConfig) -> dict[str, Any]:
     ingress = args.ingress_config
-    target = TargetReplica.options(**_target_options(args)).bind(args)
-    return Ingress.options(
-        num_replicas=ingress.num_replicas,
+    return {
+        "num_replicas": ingress.num_replicas,
         # Above what all replicas take: the answer to overload is the replicas' to give, in OpenAI's form.
-        max_ongoing_requests=2 * args.max_ongoing_requests * _max_replicas(args),
-        graceful_shutdown_timeout_s=args.deployment_config.graceful_shutdown_timeout_s,
-        graceful_shutdown_wait_loop_s=DRAIN_POLL_S,
-        ray_actor_options={"num_cpus": ingress.num_cpus},
-    ).bind(target, args)
+        "max_ongoing_requests": 2 * args.max_ongoing_requests * _max_replicas(args),
+        "graceful_shutdown_timeout_s": args.deployment_config.graceful_shutdown_timeout_s,
+        "graceful_shutdown_wait_loop_s": DRAIN_POLL_S,
+        "ray_actor_options": {"num_cpus": ingress.num_cpus},
+    }
 
 
 def _target_options(args: AppConfig) -> dict[str, Any]:

@@ -136,18 +136,21 @@ async def test_many_that_leave_share_a_broadcast(monkeypatch: pytest.MonkeyPatch
     assert handle.broadcasts == [("abort", [f"r{i}" for i in range(20)])]
 
 
-async def test_a_broadcast_that_fails_harms_nobody(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(replica_client, "ABORT_PERIOD_S", 0.01)
+async def test_a_broadcast_that_fails_is_repeated_and_then_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replica_client, "ABORT_PERIOD_S", 0.001)
+    monkeypatch.setattr(replica_client, "MAX_ABORT_ATTEMPTS", 3)
     handle = FakeHandle([DELTAS[0], None])
     handle.broadcast_failure = RuntimeError("no controller")
     client = ReplicaClient(handle)  # type: ignore[arg-type]
-    for _ in range(2):
-        stream = client.generate(REQUEST)
+    for name in ("first", "second"):
+        stream = client.generate(GenerationRequest(name, [1], SamplingParams()))
         handle.stream = FakeStream([DELTAS[0], None])
         await anext(stream)
         await stream.aclose()
-        await asyncio.sleep(0.05)
-    assert len(handle.broadcasts) == 2
+        await asyncio.sleep(0.1)
+    assert handle.broadcasts == [("abort", ["first"])] * 3 + [("abort", ["second"])] * 3
 
 
 async def test_health_is_the_replicas() -> None:

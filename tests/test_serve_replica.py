@@ -12,24 +12,24 @@ from app.engine.sampling_params import SamplingParams
 from app.serve import target_replica
 from app.serve.messages import Refused
 from app.serve.target_replica import TargetReplica
-from tests.helpers.scripted_engine import ScriptedEngine, factory_of
+from tests.helpers.stub_engine import StubEngine, factory_of
 
 ReplicaFactory = Callable[..., Any]
 
 
 @pytest.fixture
-async def engine() -> ScriptedEngine:
-    return ScriptedEngine()
+async def engine() -> StubEngine:
+    return StubEngine()
 
 
 @pytest.fixture
-async def make_replica(engine: ScriptedEngine) -> AsyncIterator[ReplicaFactory]:
+async def make_replica(engine: StubEngine) -> AsyncIterator[ReplicaFactory]:
     replicas = []
 
     async def make(**fields: Any) -> Any:
         speculative = {"method": "ngram", "num_speculative_tokens": 4}
         config = AppConfig.model_validate({"model": "some/model", "speculative_config": speculative} | fields)
-        replica = TargetReplica.func_or_class.__new__(TargetReplica.func_or_class)
+        replica: Any = TargetReplica.__new__(TargetReplica)
         await replica.__init__(config, factory_of(engine))
         replicas.append(replica)
         return replica
@@ -67,14 +67,14 @@ async def test_a_step_is_an_item(make_replica: ReplicaFactory) -> None:
     assert [delta.finish_reason for delta in items[-1]] == ["length", "length"]
 
 
-async def test_a_replica_proves_itself_with_a_real_token(engine: ScriptedEngine, make_replica: ReplicaFactory) -> None:
+async def test_a_replica_proves_itself_with_a_real_token(engine: StubEngine, make_replica: ReplicaFactory) -> None:
     engine.failure = RuntimeError("no device")
     with pytest.raises(RuntimeError, match="no device"):
         await make_replica()
 
 
 async def test_a_first_token_that_fails_keeps_the_replica_from_ready(
-    engine: ScriptedEngine, make_replica: ReplicaFactory, monkeypatch: pytest.MonkeyPatch
+    engine: StubEngine, make_replica: ReplicaFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def generate(asked: GenerationRequest) -> AsyncIterator[list[SequenceDelta]]:
         yield [SequenceDelta(asked.request_id, 0, finish_reason="error", error="NaN logits")]
@@ -85,7 +85,7 @@ async def test_a_first_token_that_fails_keeps_the_replica_from_ready(
 
 
 async def test_overload_serves_what_fits_and_refuses_the_rest_at_once(
-    engine: ScriptedEngine, make_replica: ReplicaFactory
+    engine: StubEngine, make_replica: ReplicaFactory
 ) -> None:
     """F14: 12 of 51 fit; a request of n=6 takes six places."""
     replica = await make_replica(max_num_seqs=4, deployment_config={"max_queued_requests": 8})
@@ -113,7 +113,7 @@ async def test_more_choices_than_the_server_holds_are_the_requests_fault(make_re
     assert refused == Refused("invalid", "n is 5: use at most 4, which the server can hold")
 
 
-async def test_what_the_engine_refuses_is_told_apart(engine: ScriptedEngine, make_replica: ReplicaFactory) -> None:
+async def test_what_the_engine_refuses_is_told_apart(engine: StubEngine, make_replica: ReplicaFactory) -> None:
     replica = await make_replica()
     engine.failure = ValueError("top_p is 0: use a number above 0 and up to 1")
     assert await collect(replica, request()) == [[Refused("invalid", "top_p is 0: use a number above 0 and up to 1")]]
@@ -121,7 +121,7 @@ async def test_what_the_engine_refuses_is_told_apart(engine: ScriptedEngine, mak
     assert await collect(replica, request()) == [[Refused("unavailable", "the step loop failed")]]
 
 
-async def test_a_cancelled_call_aborts_its_request(engine: ScriptedEngine, make_replica: ReplicaFactory) -> None:
+async def test_a_cancelled_call_aborts_its_request(engine: StubEngine, make_replica: ReplicaFactory) -> None:
     replica = await make_replica()
     engine.steps_allowed.clear()
     task = asyncio.create_task(collect(replica, request("gone", n=2)))
@@ -133,7 +133,7 @@ async def test_a_cancelled_call_aborts_its_request(engine: ScriptedEngine, make_
     assert (await replica.stats())["num_open_requests"] == 0
 
 
-async def test_an_abort_ends_what_serve_did_not_cancel(engine: ScriptedEngine, make_replica: ReplicaFactory) -> None:
+async def test_an_abort_ends_what_serve_did_not_cancel(engine: StubEngine, make_replica: ReplicaFactory) -> None:
     """G10: the cancellation got lost; the ingress says it again."""
     replica = await make_replica()
     engine.steps_allowed.clear()
@@ -145,7 +145,7 @@ async def test_an_abort_ends_what_serve_did_not_cancel(engine: ScriptedEngine, m
 
 
 async def test_an_abort_that_overtakes_its_request_still_holds(
-    engine: ScriptedEngine, make_replica: ReplicaFactory
+    engine: StubEngine, make_replica: ReplicaFactory
 ) -> None:
     replica = await make_replica()
     await replica.abort(["late"])
@@ -154,7 +154,7 @@ async def test_an_abort_that_overtakes_its_request_still_holds(
 
 
 async def test_a_request_that_outlives_the_limit_is_ended(
-    engine: ScriptedEngine, make_replica: ReplicaFactory, monkeypatch: pytest.MonkeyPatch
+    engine: StubEngine, make_replica: ReplicaFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(target_replica, "SWEEP_PERIOD_S", 0.01)
     replica = await make_replica(request_timeout_s=0.05)
@@ -167,7 +167,7 @@ async def test_a_request_that_outlives_the_limit_is_ended(
     assert was_served((await collect(replica, request("next")))[0])
 
 
-async def test_health_is_the_engines(engine: ScriptedEngine, make_replica: ReplicaFactory) -> None:
+async def test_health_is_the_engines(engine: StubEngine, make_replica: ReplicaFactory) -> None:
     replica = await make_replica()
     await replica.check_health()
     engine.failure = RuntimeError("work is pending, and no step has finished for 61 s")
@@ -175,7 +175,7 @@ async def test_health_is_the_engines(engine: ScriptedEngine, make_replica: Repli
         await replica.check_health()
 
 
-async def test_user_config_changes_the_draft_length(engine: ScriptedEngine, make_replica: ReplicaFactory) -> None:
+async def test_user_config_changes_the_draft_length(engine: StubEngine, make_replica: ReplicaFactory) -> None:
     replica = await make_replica()
     await replica.reconfigure({"num_speculative_tokens": 2})
     assert engine.num_speculative_tokens == 2
@@ -187,7 +187,7 @@ async def test_user_config_changes_the_draft_length(engine: ScriptedEngine, make
 
 @pytest.mark.parametrize("wrong", [{"num_speculative_tokens": 5}, {"k": 1}, {"num_speculative_tokens": "many"}])
 async def test_a_wrong_user_config_changes_nothing(
-    wrong: dict[str, Any], engine: ScriptedEngine, make_replica: ReplicaFactory
+    wrong: dict[str, Any], engine: StubEngine, make_replica: ReplicaFactory
 ) -> None:
     replica = await make_replica()
     with pytest.raises(ValueError, match=r"^user_config\."):
@@ -195,9 +195,7 @@ async def test_a_wrong_user_config_changes_nothing(
     assert engine.num_speculative_tokens == 4
 
 
-async def test_a_replica_that_goes_away_shuts_its_engine_down(
-    engine: ScriptedEngine, make_replica: ReplicaFactory
-) -> None:
+async def test_a_replica_that_goes_away_shuts_its_engine_down(engine: StubEngine, make_replica: ReplicaFactory) -> None:
     replica = await make_replica()
     replica.__del__()
     assert engine.was_shut_down

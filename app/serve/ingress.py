@@ -8,15 +8,11 @@ from fastapi import FastAPI
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from app.api.model_card import ModelCard
-from app.api.router import build_app
 from app.config import AppConfig
 from app.serve.messages import ModelDescription
 from app.serve.replica_client import ReplicaClient
-from models.tokenizer import load_tokenizer
 
 
-@serve.deployment
 @serve.ingress()
 class Ingress:
     def __init__(self, target: DeploymentHandle, config: AppConfig) -> None:
@@ -25,6 +21,11 @@ class Ingress:
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """The application, once a replica has loaded its model and can say what that is."""
+        # Imported here: the process that builds the application imports this module, and these take seconds.
+        from app.api.model_card import ModelCard
+        from app.api.router import build_app
+        from models.tokenizer import load_tokenizer
+
         description: ModelDescription = await self._target.describe.remote()
         tokenizer = await asyncio.to_thread(load_tokenizer, description.folder)
         card = ModelCard(

@@ -16,6 +16,7 @@ from app.serve.messages import Refused
 logger = logging.getLogger("ray.serve")
 
 ABORT_PERIOD_S = 0.25
+MAX_ABORT_ATTEMPTS = 20
 HEALTH_TIMEOUT_S = 5.0
 
 
@@ -64,7 +65,10 @@ class ReplicaClient:
 
     async def stats(self) -> list[dict[str, Any]]:
         """Of every replica that answers."""
-        answers = await self._handle.broadcast("stats").results_async(return_exceptions=True)
+        try:
+            answers = await self._handle.broadcast("stats").results_async(return_exceptions=True)
+        except DeploymentUnavailableError:  # none runs at this moment: starting, or taking a new user_config over
+            return []
         return [answer for answer in answers if not isinstance(answer, Exception)]
 
     def _abort(self, request_id: str) -> None:
@@ -76,11 +80,15 @@ class ReplicaClient:
         while self._closed_early:
             await asyncio.sleep(ABORT_PERIOD_S)
             request_ids, self._closed_early = self._closed_early, []
-            try:
-                await self._handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
-            except Exception as error:
-                # The replicas' own time limit is what is left to end these requests.
-                logger.warning("Could not tell the replicas that %d clients are gone: %s", len(request_ids), error)
+            for attempt in range(1, MAX_ABORT_ATTEMPTS + 1):
+                try:
+                    await self._handle.broadcast("abort", request_ids).results_async(return_exceptions=True)
+                    break
+                except Exception as error:  # e.g. no replica runs while one takes a new user_config over
+                    if attempt == MAX_ABORT_ATTEMPTS:  # the replicas' own time limit is left to end these requests
+                        num = len(request_ids)
+                        logger.warning("Could not tell the replicas that %d clients are gone: %s", num, error)
+                await asyncio.sleep(ABORT_PERIOD_S)
 
 
 def _error_of(refused: Refused) -> Exception:

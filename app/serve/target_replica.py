@@ -9,8 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ray import serve
-
 from app.config import AppConfig, UserConfig
 from app.engine.outputs import GenerationRequest, SequenceDelta
 from app.engine.sampling_params import SamplingParams
@@ -64,7 +62,6 @@ class _OpenRequest:
     timed_out: bool = False
 
 
-@serve.deployment
 class TargetReplica:
     """Streams the deltas of requests; counts sequences, and refuses those that its queue has no room for.
 

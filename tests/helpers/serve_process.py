@@ -94,10 +94,15 @@ class ServeProcess:
         return f"http://{found[1]}"
 
     def stats(self) -> dict[str, Any]:
-        """Of the only replica."""
-        with urllib.request.urlopen(f"{self.url}/stats", timeout=30) as response:
-            [replica] = json.load(response)["replicas"]
-        return replica
+        """Of the only replica; waits where none runs for the moment."""
+        deadline = time.monotonic() + 30
+        while True:
+            with urllib.request.urlopen(f"{self.url}/stats", timeout=30) as response:
+                replicas: list[dict[str, Any]] = json.load(response)["replicas"]
+            if len(replicas) == 1:
+                return replicas[0]
+            assert time.monotonic() < deadline, f"{len(replicas)} replicas answered"
+            time.sleep(0.05)
 
     def deploy(self, user_config: dict[str, Any]) -> None:
         """As `serve deploy` with another user_config."""

@@ -1,0 +1,67 @@
+"""An engine that says what it is told to, for the layers around it."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+from app.engine.outputs import GenerationRequest, SequenceDelta
+from app.serve.messages import ModelDescription
+
+
+class StubEngine:
+    """One token a choice and step, `step_s` apart, until `max_tokens`; `steps_allowed` holds the steps back."""
+
+    def __init__(self, step_s: float = 0.0) -> None:
+        self.step_s = step_s
+        self.steps_allowed = asyncio.Event()
+        self.steps_allowed.set()
+        self.open: set[str] = set()
+        self.aborted: list[str] = []
+        self.num_speculative_tokens = 4
+        self.failure: Exception | None = None
+        self.was_shut_down = False
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
+        if self.failure is not None:
+            raise self.failure
+        self.open.add(request.request_id)
+        num_tokens = request.sampling_params.max_tokens or 16
+        finished = False
+        try:
+            for step in range(num_tokens):
+                await asyncio.sleep(self.step_s)
+                await self.steps_allowed.wait()
+                finished = step == num_tokens - 1
+                yield [
+                    SequenceDelta(
+                        request.request_id, index, f"{step} ", [step], finish_reason="length" * finished or None
+                    )
+                    for index in range(request.n)
+                ]
+        finally:
+            self.open.discard(request.request_id)
+            if not finished:
+                self.aborted.append(request.request_id)
+
+    async def stats(self) -> dict[str, Any]:
+        return {"num_running": len(self.open)}
+
+    async def set_num_speculative_tokens(self, num: int) -> None:
+        self.num_speculative_tokens = num
+
+    def check_health(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def shutdown(self) -> None:
+        self.was_shut_down = True
+
+
+def factory_of(engine: StubEngine) -> Any:
+    """What a TargetReplica calls to load its engine."""
+
+    async def load(_: object) -> tuple[StubEngine, ModelDescription]:
+        return engine, ModelDescription(Path("nowhere"), max_model_len=64, vocab_size=100)
+
+    return load

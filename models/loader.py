@@ -1,6 +1,8 @@
 """Brings a checkpoint's weights into a model, tensor by tensor."""
 
+import ctypes
 import logging
+import platform
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ MERGED_MODULES = {  # our module: the checkpoint's, in the order of rows
 HARMLESS_EXTRAS = r"(.*\.)?rotary_emb\.inv_freq"  # computed, not loaded
 HARMLESS_EXTRAS_IF_TIED = r"lm_head\.weight"  # a copy of the embedding
 MAX_NAMES = 20  # listed in an error
+TRIM_INTERVAL_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, progress: 
     stored = _matched(read_weight_index(folder), destinations, tied=model.config.tie_word_embeddings)
     buffers: dict[UnloadedParameter, torch.Tensor] = {}  # parameters of which some tensors have arrived
     num_awaited = {each.parameter: len(each.parameter.shards) for each in destinations.values()}
-    num_bytes = sum(_num_bytes(destination.shard, stored[name]) for name, destination in destinations.items())
+    num_untrimmed_bytes = 0
+    num_bytes = sum(parameter.nbytes for parameter in num_awaited)
     with tqdm(
         total=num_bytes, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
     ) as bar:
@@ -77,7 +81,12 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, progress: 
             num_awaited[parameter] -= 1
             if num_awaited[parameter] == 0:
                 set_loaded(destination.module, destination.parameter_name, buffers.pop(parameter))
-            bar.update(_num_bytes(shard, tensor))
+            bar.update(rows.nbytes)
+            num_untrimmed_bytes += rows.nbytes
+            if num_untrimmed_bytes >= TRIM_INTERVAL_BYTES:
+                _return_freed_memory()
+                num_untrimmed_bytes = 0
+    _return_freed_memory()
     assert not buffers
     assert not any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters())
 
@@ -127,11 +136,12 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
 
 
-def _num_bytes(shard: Shard, tensor: StoredTensor) -> int:
-    sizes = [part.stop - part.start for part in shard.part]
-    return torch.Size(sizes).numel() * FLOAT_DTYPES[tensor.dtype].itemsize
-
-
 def _narrows(stored: torch.dtype, loaded: torch.dtype) -> bool:
     """Values may overflow: fp16 ends at 65504, where bf16 and fp32 go on."""
     return torch.finfo(loaded).max < torch.finfo(stored).max
+
+
+def _return_freed_memory() -> None:
+    """To the system: glibc keeps the pages of buffers freed between packed weights, up to half the model's size."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

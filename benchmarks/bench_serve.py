@@ -202,7 +202,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for pid, usage in memory.items():
         print(
             f"memory of process {pid} and its descendants, {usage.num_processes} in all: "
-            f"{usage.pss_bytes / 2**20:.0f} MiB now, {usage.peak_rss_bytes / 2**20:.0f} MiB sum of peaks"
+            f"{usage.pss_bytes / 2**20:.0f} MiB now, {usage.peak_rss_bytes / 2**20:.0f} MiB sum of peaks, "
+            f"{usage.largest_peak_rss_bytes / 2**20:.0f} MiB peak of the largest"
         )
     print()
     return {

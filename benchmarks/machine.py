@@ -94,6 +94,7 @@ class ProcessMemory:
 
     num_processes: int
     peak_rss_bytes: int  # sum of each one's peak: pages that they share count more than once
+    largest_peak_rss_bytes: int  # of the one process that took most
     pss_bytes: int  # now, shared pages divided among those that share them
 
 
@@ -104,7 +105,7 @@ def process_tree_memory(pid: int) -> ProcessMemory:
     pids = process_tree(pid)
     peaks = [_proc_kib(f"/proc/{p}/status", "VmHWM") for p in pids]
     shares = [_proc_kib(f"/proc/{p}/smaps_rollup", "Pss") for p in pids]
-    return ProcessMemory(len(pids), 1024 * sum(peaks), 1024 * sum(shares))
+    return ProcessMemory(len(pids), 1024 * sum(peaks), 1024 * max(peaks), 1024 * sum(shares))
 
 
 def process_tree(pid: int) -> list[int]:

@@ -1,6 +1,7 @@
 """The arguments of the application: the engine's configuration and what Ray Serve is to do with it."""
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -133,6 +134,7 @@ class AppConfig(EngineConfig):
         speculative = self.speculative_config
         if speculative is not None and speculative.method == "draft_model":
             speculative.model = _find_checkpoint("speculative_config.model", speculative.model)
+        _check_context(Path(self.model), self.max_model_len)
         return self
 
     @property
@@ -184,6 +186,23 @@ def _find_checkpoint(name: str, model: str) -> str:
     return model
 
 
+def _check_context(folder: Path, max_model_len: int | None) -> None:
+    """As the engine's own check, but before Ray starts anything."""
+    path = folder / "config.json"
+    if max_model_len is None or not path.is_file():
+        return
+    limit = json.loads(path.read_text()).get("max_position_embeddings")
+    if limit is not None and max_model_len > limit:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, above the checkpoint's max_position_embeddings, {limit}: lower it"
+        )
+
+
+def starts_with_field(message: str) -> bool:
+    """Our own messages begin with the field, its value and the remedy: `block_size is 0: …`."""
+    return re.match(r"[a-z_]+(\.[a-z_]+)* is ", message) is not None
+
+
 def describe(error: ValidationError, model: type[BaseModel], value: Any, root: str) -> str:
     """Pydantic's report as one line: each wrong field with its path from `root`, its value and the remedy."""
     messages: dict[str, list[str]] = {}
@@ -201,7 +220,7 @@ def describe(error: ValidationError, model: type[BaseModel], value: Any, root: s
             message = "missing"
         for key in keys:
             path += f"[{key}]" if isinstance(key, int) else f".{key}"
-        if re.match(r"[a-z_]+(\.[a-z_]+)* is ", message):  # a message of ours that begins with the field
+        if starts_with_field(message):
             path, message = f"{path}.{message}".split(" ", 1)
         elif isinstance(given := _at(value, keys), str | int | float | bool):
             path = f"{path} is {given!r}"

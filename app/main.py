@@ -10,7 +10,7 @@ from app.config import AppConfig
 from app.serve.ingress import Ingress
 from app.serve.target_replica import TargetReplica
 
-MAX_LOAD_ATTEMPTS = 3
+MAX_LOAD_ATTEMPTS = 2
 DRAIN_POLL_S = 0.2
 """How often a replica that is taken away looks whether its last answer is out; Serve's 2 s make Ctrl-C slow."""
 

@@ -1,5 +1,6 @@
 """Serve files: ours are valid, and wrong ones are told apart in one line before anything starts."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def checkpoint(tmp_path: Path) -> Path:
     """A folder that passes for one: configurations are checked before its files are read."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"max_position_embeddings": 8192}')
     return folder
 
 
@@ -83,6 +84,10 @@ WRONG_ARGS = {
     "does_not_fit": (
         {"max_num_batched_tokens": 4, "max_num_seqs": 8},
         "args.max_num_batched_tokens is 4, below max_num_seqs, 8: a step must hold one token of every sequence",
+    ),
+    "context": (
+        {"max_model_len": 9000},
+        "args.max_model_len is 9000, above the checkpoint's max_position_embeddings, 8192: lower it",
     ),
     "union": ({"kv_cache_memory": "2GB"}, "args.kv_cache_memory is '2GB': input should be a valid integer"),
     "not_yet": ({"tensor_parallel_size": 2}, "args.tensor_parallel_size is 2: input should be 1"),
@@ -230,10 +235,29 @@ def test_build_scales_by_default(args: dict[str, object]) -> None:
     assert autoscaling.target_ongoing_requests == 4
 
 
+def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path, args: dict[str, object]) -> None:
+    path = serve_file(tmp_path, args)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        content = yaml.safe_load(path.read_text()) | {"http_options": {"host": "127.0.0.1", "port": port}}
+        finished = launch(write(tmp_path, content))
+    assert finished.returncode == 1
+    assert finished.stderr.splitlines() == [
+        f"{path}: http_options.port is {port}, and 127.0.0.1:{port} cannot be opened (Address already in use): "
+        "stop what uses it, or choose another port"
+    ]
+
+
+def launch(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "app.serve.launch", str(path)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+
+
 def test_the_check_prints_one_line(tmp_path: Path, args: dict[str, object]) -> None:
     path = serve_file(tmp_path, args | {"dtype": "float8"})
-    command = [sys.executable, "-m", "app.serve.launch", str(path)]
-    finished = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    finished = launch(path)
     assert finished.returncode == 1
-    assert finished.stderr.splitlines()[-1].startswith(f"{path}: applications[0].args.dtype is 'float8'")
-    assert "Traceback" not in finished.stderr
+    [line] = finished.stderr.splitlines()
+    assert line.startswith(f"{path}: applications[0].args.dtype is 'float8'")

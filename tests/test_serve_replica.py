@@ -73,6 +73,15 @@ async def test_a_replica_proves_itself_with_a_real_token(engine: StubEngine, mak
         await make_replica()
 
 
+async def test_what_the_model_does_not_allow_is_named_as_in_the_file() -> None:
+    async def refuse(_: AppConfig) -> Any:
+        raise ValueError("kv_cache_memory is 1000: a block takes 46080 bytes; give at least 92160")
+
+    replica: Any = TargetReplica.__new__(TargetReplica)
+    with pytest.raises(ValueError, match=r"^args\.kv_cache_memory is 1000: a block"):
+        await replica.__init__(AppConfig.model_validate({"model": "some/model"}), refuse)
+
+
 async def test_a_first_token_that_fails_keeps_the_replica_from_ready(
     engine: StubEngine, make_replica: ReplicaFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

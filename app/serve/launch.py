@@ -42,9 +42,10 @@ def main(arguments: list[str]) -> int:
         return 1
     # Ray reports its use to its makers unless told otherwise; that is the user's to switch on.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # Both stop the server in good order, also where a shell has told its background jobs to ignore the first.
+    # Each stops the server in good order, also where a shell has told its background jobs to ignore the first.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
     announcer = Announcer(file, command)
     announcer.start()
     with contextlib.suppress(KeyboardInterrupt, SystemExit):
@@ -106,7 +107,11 @@ def _application(name: str) -> tuple[ApplicationStatus, str] | None:
         application = serve.status().applications.get(name)
     except Exception:  # until Serve is up there is nobody to ask, and Ray has several ways to say so
         return None
-    return None if application is None else (application.status, application.message)
+    if application is None:
+        return None
+    # Where a replica failed, its own words; the application's say only which deployment that was.
+    messages = [deployment.message for deployment in application.deployments.values() if deployment.message]
+    return application.status, (messages or [application.message])[0]
 
 
 def _answers(url: str) -> bool:

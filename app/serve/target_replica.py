@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.config import AppConfig, UserConfig
+from app.config import AppConfig, UserConfig, starts_with_field
 from app.engine.outputs import GenerationRequest, SequenceDelta
 from app.engine.sampling_params import SamplingParams
 from app.serve.messages import ModelDescription, Refused
@@ -78,7 +78,10 @@ class TargetReplica:
         self._sweeper: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         start = time.monotonic()
-        self._engine, self._description = await engine_factory(config)
+        try:
+            self._engine, self._description = await engine_factory(config)
+        except ValueError as error:
+            raise ValueError(f"{'args.' * starts_with_field(str(error))}{error}") from error
         await self._warm_up()
         self._sweeper = asyncio.create_task(self._sweep())
         logger.info("%s is loaded: %.1f s", config.model_name, time.monotonic() - start)

@@ -33,5 +33,7 @@ def read_model_config(folder: Path) -> ModelConfig:
         eos_token_ids += ConfigFields.read(generation_path).token_ids("eos_token_id")
     beyond = [token for token in eos_token_ids if token >= config.vocab_size]
     if beyond:
-        raise ValueError(f"{folder}: eos_token_id {beyond[0]} is not below vocab_size, {config.vocab_size}")
+        raise ValueError(
+            f"{path} or {generation_path.name}: eos_token_id {beyond[0]} is not below vocab_size, {config.vocab_size}"
+        )
     return replace(config, eos_token_ids=tuple(dict.fromkeys(eos_token_ids)))

@@ -53,8 +53,7 @@ class GGUFCheckpoint:
             raise self.fields.error("general.architecture", f"implemented are {', '.join(ARCHITECTURES)}")
         self.fields.require("split.count", 1, default=1)
         for name in ("expert_count", "attention.sliding_window"):
-            if self._key(name) in self.fields:
-                raise self.fields.error(self._key(name), "not implemented for GGUF: use the Hugging Face checkpoint")
+            self.fields.require(self._key(name), 0, default=0)
         stored = {tensor.name: tensor for tensor in reader.tensors}
         self._rope_factors = stored.pop(ROPE_FACTORS, None)
         self._stored = {self._checkpoint_name(name): tensor for name, tensor in stored.items()}

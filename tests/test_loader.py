@@ -141,7 +141,7 @@ def test_shards_give_the_same_model(folder):
 
 @pytest.mark.parametrize("name", [GATE, UP])
 def test_a_stale_copy_in_another_shard_is_not_read(folder, name):
-    """Of the two names one lies in the first shard, with its stale copy in the second; the other the other way round."""
+    """One of the names lies in the first shard and its stale copy in the second, the other the other way round."""
     expected = logits(folder)
     shards = alternating(load_file(folder / "model.safetensors"))
     right = 0 if name in shards[0] else 1

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
@@ -63,7 +63,7 @@ class AsyncEngine:
         """For what never changes once loaded (tokenizer, limits); the rest belongs to the step thread."""
         return self._engine
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[list[SequenceDelta]]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
         """A request's deltas, all of a step at once; closing the iterator aborts the request.
 
         Raises ValueError for a request that the engine refuses, before the first delta; EngineDeadError

@@ -24,7 +24,8 @@ class OutputCollector:
             choice.logprobs = [*(choice.logprobs or ()), *delta.logprobs]
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
-        self._num_cached_tokens = max(self._num_cached_tokens, delta.num_cached_tokens)
+        if delta.index == 0:  # later choices also hit what their siblings have computed
+            self._num_cached_tokens += delta.num_cached_tokens
         if delta.finish_reason is not None:
             choice.finish_reason, choice.stop_reason, choice.error = (
                 delta.finish_reason,

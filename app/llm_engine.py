@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -253,21 +253,30 @@ class LLMEngine:
         sampling_params: SamplingParams | Sequences[SamplingParams] | None,
         n: int,
     ) -> list[GenerationRequest]:
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+        token_ids = self._tokenized(prompts)
         if sampling_params is None:
             sampling_params = SamplingParams()
         if isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
-        if len(sampling_params) != len(prompts):
-            raise ValueError(f"{len(sampling_params)} sampling_params for {len(prompts)} prompts: give one or one each")
+            sampling_params = [sampling_params] * len(token_ids)
+        if len(sampling_params) != len(token_ids):
+            raise ValueError(
+                f"{len(sampling_params)} sampling_params for {len(token_ids)} prompts: give one, or one each"
+            )
         return [
-            GenerationRequest(f"offline-{next(self._request_numbers)}", self._token_ids(prompt), params, n)  # type: ignore[arg-type]
-            for prompt, params in zip(prompts, sampling_params, strict=True)
+            GenerationRequest(f"offline-{next(self._request_numbers)}", prompt, params, n)
+            for prompt, params in zip(token_ids, sampling_params, strict=True)
         ]
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _tokenized(self, prompts: Prompt | Sequences[Prompt]) -> list[list[int]]:
+        """One prompt or several, text or token ids each."""
+        if isinstance(prompts, str):
+            return [self.tokenizer.encode(prompts)]
+        if prompts and all(isinstance(item, int) for item in prompts):
+            return [cast(list[int], list(prompts))]
+        return [
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            for prompt in cast(Sequences[Prompt], prompts)
+        ]
 
 
 class _Progress:

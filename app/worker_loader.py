@@ -140,7 +140,7 @@ def served_context(config: EngineConfig, model_config: ModelConfig) -> int:
         return min(limit, DEFAULT_MAX_MODEL_LEN)
     if config.max_model_len > limit:
         raise ValueError(
-            f"max_model_len is {config.max_model_len}, above the checkpoint's max_position_embeddings, {limit}: lower it"
+            f"max_model_len is {config.max_model_len}, and the checkpoint's max_position_embeddings {limit}: lower it"
         )
     return config.max_model_len
 

@@ -99,7 +99,7 @@ void silu_and_mul(int64_t num_threads, int64_t T, int64_t I, int is_float, const
     launch_rows(num_threads, &call);
 }
 
-/* ---- Rotary embedding in place, then, if caches are given, keys and values into their slots ---- */
+/* ---- Rotary embedding, in place ---- */
 
 typedef struct {
     TaskQueue queue; /* a task: ROWS_PER_TASK tokens */
@@ -161,9 +161,12 @@ static void run_rotary(void *context) {
     }
 }
 
-void rotary_embedding(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
+/* Returns non-zero at a position outside the table, with nothing rotated. */
+int rotary_embedding(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
                       int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *query,
-                      int64_t query_stride, void *key, int64_t key_stride, const float *cos_sin) {
+                     int64_t query_stride, void *key, int64_t key_stride, const float *cos_sin, int64_t max_position) {
+    for (int64_t t = 0; t < T; t++)
+        if (positions[t] < 0 || positions[t] >= max_position) return 1;
     RotaryCall call = {.queue = {.num_tasks = (T + ROWS_PER_TASK - 1) / ROWS_PER_TASK},
                        .num_tokens = T, .num_query_heads = num_query_heads, .num_key_heads = num_key_heads,
                        .head_dim = head_dim, .rotary_dim = rotary_dim, .is_float = is_float, .interleaved = interleaved,
@@ -171,21 +174,26 @@ void rotary_embedding(int64_t num_threads, int64_t T, int64_t num_query_heads, i
                        .key_stride = key_stride, .cos_sin = cos_sin};
     int64_t elements = T * (num_query_heads + num_key_heads) * rotary_dim;
     run_on_threads(elements < 2 * ELEMENTS_WORTH_A_THREAD ? 1 : num_threads, run_rotary, &call);
+    return 0;
 }
 
-/* Copies token t's key and value, key_bytes and value_bytes long, to slot slots[t] of the pools; a negative slot is skipped. */
-void store_kv(int64_t T, int64_t key_bytes, int64_t value_bytes, const char *key, int64_t key_stride, const char *value,
+/* Copies token t's key and value, key_bytes and value_bytes long, to slot slots[t] of the pools; a negative slot is skipped.
+ * Returns non-zero at a slot past the end, with nothing written there. */
+int store_kv(int64_t T, int64_t num_slots, int64_t key_bytes, int64_t value_bytes, const char *key, int64_t key_stride, const char *value,
               int64_t value_stride, char *key_cache, char *value_cache, const int64_t *slots) {
     for (int64_t t = 0; t < T; t++) {
         if (slots[t] < 0) continue;
+        if (slots[t] >= num_slots) return 1;
         memcpy(key_cache + slots[t] * key_bytes, key + t * key_stride, (size_t)key_bytes);
         memcpy(value_cache + slots[t] * value_bytes, value + t * value_stride, (size_t)value_bytes);
     }
+    return 0;
 }
 
-/* out[t] = row ids[t] of packed weights (dot_tile.h) */
-void embedding(int64_t T, int64_t K, int is_float, const int64_t *ids, const void *weight, void *out) {
+/* out[t] = row ids[t] of packed weights [N, K] (dot_tile.h). Returns non-zero at an id that is no row. */
+int embedding(int64_t T, int64_t N, int64_t K, int is_float, const int64_t *ids, const void *weight, void *out) {
     for (int64_t t = 0; t < T; t++) {
+        if (ids[t] < 0 || ids[t] >= N) return 1;
         int64_t block = ids[t] / NB, column = ids[t] % NB;
         if (is_float) {
             const float *source = (const float *)weight + block * K * NB + column;
@@ -198,4 +206,5 @@ void embedding(int64_t T, int64_t K, int is_float, const int64_t *ids, const voi
             for (int64_t k = 0; k < K; k++) row[k] = source[k / 2 * NB * 2 + k % 2];
         }
     }
+    return 0;
 }

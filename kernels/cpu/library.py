@@ -22,11 +22,11 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "rms_norm": (None, (_SIZE, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _FLOAT)),
     "silu_and_mul": (None, (_SIZE, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _POINTER)),
     "rotary_embedding": (
-        None,
-        (*(_SIZE,) * 6, _INT, _INT, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER),
+        _INT,
+        (*(_SIZE,) * 6, _INT, _INT, _POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE),
     ),
-    "store_kv": (None, (_SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER)),
-    "embedding": (None, (_SIZE, _SIZE, _INT, _POINTER, _POINTER, _POINTER)),
+    "store_kv": (_INT, (_SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER)),
+    "embedding": (_INT, (_SIZE, _SIZE, _SIZE, _INT, _POINTER, _POINTER, _POINTER)),
     "paged_attention": (
         _INT,
         (*(_SIZE,) * 8, _INT, _FLOAT, _POINTER, _SIZE, *(_POINTER,) * 5, _SIZE, _POINTER),
@@ -52,7 +52,7 @@ def load_library() -> Library | None:
     """The kernels for this machine, compiled if need be; None, said once in the log, where they cannot be."""
     try:
         return Library(build_library(cache_folder()))
-    except CompilationError as error:
+    except (CompilationError, OSError) as error:
         logger.warning("The CPU is served by torch's operators, which are slower than the compiled kernels: %s", error)
         return None
 

@@ -4,10 +4,12 @@ bf16 and fp32. Every kernel is row-invariant: the result of a row is the same bi
 other rows a call has (the heads of the C files say how).
 """
 
+import ctypes
+
 import torch
 
 from kernels import reference
-from kernels.cpu.library import load_library
+from kernels.cpu.library import Library, load_library
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import PackedWeight, Weight
 
@@ -41,26 +43,26 @@ def linear(
 ) -> torch.Tensor:  # [..., N]
     if not isinstance(weight, PackedWeight):
         return reference.linear(x, weight, bias, out_dtype)
-    if x.dim() != 2 or x.stride(1) != 1:
-        rows = x.reshape(-1, weight.num_columns).contiguous()
-        return linear(rows, weight, bias, out_dtype).view(*x.shape[:-1], weight.num_rows)
-    num_rows, num_columns = x.shape
+    rows = _rows(x)
+    num_rows, num_columns = rows.shape
     is_float = x.dtype == torch.float32
     data = weight.data
-    assert num_columns == weight.num_columns and data.dtype == x.dtype
+    assert num_columns == weight.num_columns
+    assert data.dtype == x.dtype
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
-    out = torch.empty((num_rows, weight.num_rows), dtype=out_dtype or x.dtype)
+    shape = (num_rows, weight.num_rows) if x is rows else (*x.shape[:-1], weight.num_rows)
+    out = torch.empty(shape, dtype=out_dtype or x.dtype)
     assert out.dtype == x.dtype or out.dtype in (torch.float32, torch.bfloat16)
     if not num_rows:
         return out
-    library = load_library().released
+    library = _library().released
     failed = (library.linear_float if is_float else library.linear_bf16)(
         torch.get_num_threads(),
         num_rows,
         weight.num_rows,
         num_columns,
-        x.data_ptr(),
-        x.stride(0),
+        rows.data_ptr(),
+        rows.stride(0),
         data.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
@@ -78,12 +80,19 @@ def embedding(
         return reference.embedding(token_ids, weight)
     ids = token_ids.long().contiguous()
     num_tokens = ids.numel()
-    assert num_tokens == 0 or 0 <= int(ids.min()) <= int(ids.max()) < weight.num_rows
     out = torch.empty((*ids.shape, weight.num_columns), dtype=weight.dtype)
     is_float = weight.dtype == torch.float32
-    _functions(num_tokens).embedding(
-        num_tokens, weight.num_columns, is_float, ids.data_ptr(), weight.data.data_ptr(), out.data_ptr()
+    out_of_range = _functions(num_tokens).embedding(
+        num_tokens,
+        weight.num_rows,
+        weight.num_columns,
+        is_float,
+        ids.data_ptr(),
+        weight.data.data_ptr(),
+        out.data_ptr(),
     )
+    if out_of_range:
+        raise IndexError(f"a token id lies outside of 0..{weight.num_rows - 1}")
     return out
 
 
@@ -102,16 +111,18 @@ def add_rms_norm(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(normed, new residual)."""
-    assert x.shape == residual.shape and x.dtype == residual.dtype
+    assert x.shape == residual.shape
+    assert x.dtype == residual.dtype
     residual = residual.contiguous()
     return _norm(x, residual, weight, eps), residual
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    width = x.shape[-1]
-    rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, width).contiguous()
-    num_rows = rows.shape[0]
-    assert weight.shape == (width,) and weight.dtype == x.dtype and weight.is_contiguous()
+    rows = _rows(x)
+    num_rows, width = rows.shape
+    assert weight.shape == (width,)
+    assert weight.dtype == x.dtype
+    assert weight.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     _functions(num_rows).rms_norm(
         torch.get_num_threads(),
@@ -131,19 +142,17 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
 def silu_and_mul(
     gate_up: torch.Tensor,  # [T, 2 * I]
 ) -> torch.Tensor:  # [T, I]
-    if gate_up.dim() != 2 or gate_up.stride(1) != 1:
-        rows = gate_up.reshape(-1, gate_up.shape[-1]).contiguous()
-        return silu_and_mul(rows).view(*gate_up.shape[:-1], -1)
-    num_rows, width = gate_up.shape
+    rows = _rows(gate_up)
+    num_rows, width = rows.shape
     assert width % 2 == 0
-    out = torch.empty((num_rows, width // 2), dtype=gate_up.dtype)
+    out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=gate_up.dtype)
     _functions(num_rows).silu_and_mul(
         torch.get_num_threads(),
         num_rows,
         width // 2,
         gate_up.dtype == torch.float32,
-        gate_up.data_ptr(),
-        gate_up.stride(0),
+        rows.data_ptr(),
+        rows.stride(0),
         out.data_ptr(),
     )
     return out
@@ -159,10 +168,16 @@ def rotary_embedding(
     query, key = _token_rows(query), _token_rows(key)
     num_tokens, num_heads, head_dim = query.shape
     rotary_dim = cos_sin_cache.shape[1]
-    assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape[0] == num_tokens
-    assert key.shape[0] == num_tokens and key.shape[2] == head_dim and key.dtype == query.dtype
-    assert cos_sin_cache.dtype == torch.float32 and cos_sin_cache.is_contiguous() and rotary_dim <= head_dim
-    _functions(num_tokens).rotary_embedding(
+    assert positions.dtype == torch.int64
+    assert positions.is_contiguous()
+    assert positions.shape[0] == num_tokens
+    assert key.shape[0] == num_tokens
+    assert key.shape[2] == head_dim
+    assert key.dtype == query.dtype
+    assert cos_sin_cache.dtype == torch.float32
+    assert cos_sin_cache.is_contiguous()
+    assert rotary_dim <= head_dim
+    out_of_range = _functions(num_tokens).rotary_embedding(
         torch.get_num_threads(),
         num_tokens,
         num_heads,
@@ -177,7 +192,10 @@ def rotary_embedding(
         key.data_ptr(),
         key.stride(0),
         cos_sin_cache.data_ptr(),
+        cos_sin_cache.shape[0],
     )
+    if out_of_range:
+        raise IndexError(f"a position lies outside of 0..{cos_sin_cache.shape[0] - 1}")
     return query, key
 
 
@@ -190,12 +208,18 @@ def store_kv(
 ) -> None:
     key, value = _token_rows(key.to(key_cache.dtype)), _token_rows(value.to(value_cache.dtype))
     num_tokens, num_heads, head_dim = key.shape
-    assert key_cache.shape[2:] == key.shape[1:] and value_cache.shape[2:] == value.shape[1:]
-    assert key_cache.is_contiguous() and value_cache.is_contiguous()
-    assert slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous() and slot_mapping.shape[0] == num_tokens
+    assert key_cache.shape[2:] == key.shape[1:]
+    assert value_cache.shape[2:] == value.shape[1:]
+    assert key_cache.is_contiguous()
+    assert value_cache.is_contiguous()
+    assert slot_mapping.dtype == torch.int64
+    assert slot_mapping.is_contiguous()
+    assert slot_mapping.shape[0] == num_tokens
     size, value_size = key.element_size(), value.element_size()
-    _functions(num_tokens).store_kv(
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    out_of_range = _functions(num_tokens).store_kv(
         num_tokens,
+        num_slots,
         num_heads * head_dim * size,
         value.shape[1] * value.shape[2] * value_size,
         key.data_ptr(),
@@ -206,6 +230,8 @@ def store_kv(
         value_cache.data_ptr(),
         slot_mapping.data_ptr(),
     )
+    if out_of_range:
+        raise IndexError(f"a slot lies outside of 0..{num_slots - 1}")
 
 
 def paged_attention(
@@ -220,14 +246,21 @@ def paged_attention(
     num_tokens, num_heads, head_dim = query.shape
     _, block_size, num_kv_heads, cache_dim = key_cache.shape
     is_float = query.dtype == torch.float32
-    assert key_cache.shape == value_cache.shape and cache_dim == head_dim and num_heads % num_kv_heads == 0
-    assert key_cache.dtype == value_cache.dtype == query.dtype and (is_float or head_dim % 2 == 0)
-    assert key_cache.is_contiguous() and value_cache.is_contiguous()
+    assert key_cache.shape == value_cache.shape
+    assert cache_dim == head_dim
+    assert num_heads % num_kv_heads == 0
+    assert key_cache.dtype == value_cache.dtype == query.dtype
+    assert is_float or head_dim % 2 == 0
+    assert key_cache.is_contiguous()
+    assert value_cache.is_contiguous()
     cu_seqlens_q, context_lens, block_tables = metadata.cu_seqlens_q, metadata.context_lens, metadata.block_tables
     assert cu_seqlens_q.dtype == context_lens.dtype == block_tables.dtype == torch.int32
-    assert cu_seqlens_q.is_contiguous() and context_lens.is_contiguous() and block_tables.stride(1) == 1
+    assert cu_seqlens_q.is_contiguous()
+    assert context_lens.is_contiguous()
+    assert block_tables.stride(1) == 1
+    assert metadata.max_context_len <= block_tables.shape[1] * block_size
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
-    failed = load_library().released.paged_attention(
+    failed = _library().released.paged_attention(
         torch.get_num_threads(),
         num_tokens,
         context_lens.shape[0],
@@ -252,9 +285,23 @@ def paged_attention(
     return out
 
 
-def _functions(num_rows: int):
+def _library() -> Library:
     library = load_library()
+    assert library is not None, "is_available() was not asked"
+    return library
+
+
+def _functions(num_rows: int) -> ctypes.CDLL:
+    library = _library()
     return library.held if num_rows <= MAX_HELD_ROWS else library.released
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., W] as rows [T, W] of contiguous elements, copied only where there is no such view."""
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _token_rows(x: torch.Tensor) -> torch.Tensor:

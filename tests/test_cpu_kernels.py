@@ -1,0 +1,438 @@
+"""The compiled CPU kernels against their torch twins, and a row's result against the company it has in a call.
+
+Everything runs once for each instruction set that the C sources know and this CPU has.
+"""
+
+import functools
+import logging
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels.ops
+from kernels import reference
+from kernels.cpu import ops
+from kernels.cpu.compiler import TARGET_FLAGS, CompilationError, build_library, find_compiler
+from kernels.cpu.library import Library, load_library
+from kernels.packed_weight import PackedWeight
+from tests.helpers.attention_case import AttentionCase, attention_by_rows, make_case
+
+pytestmark = pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROOT = Path(__file__).parent.parent
+
+
+def instruction_sets() -> dict[str, tuple[tuple[str, ...], ...]]:
+    """Compiler flags by name, of those that this CPU can run."""
+    levels = {"native": TARGET_FLAGS}
+    if platform.machine() in ("x86_64", "AMD64"):
+        capability = torch.backends.cpu.get_cpu_capability()
+        levels["baseline"] = (("-march=x86-64",),)
+        if capability in ("AVX2", "AVX512"):
+            levels["avx2"] = (("-march=x86-64-v3",),)
+        if capability == "AVX512":
+            levels["avx512"] = (("-march=x86-64-v4",),)
+    return levels
+
+
+@pytest.fixture(scope="module", params=sorted(instruction_sets()))
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return Library(build_library(tmp_path_factory.mktemp("kernels"), instruction_sets()[request.param]))
+
+
+@pytest.fixture
+def _compiled(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The launchers call this library, and what they allocate holds nan until it is written."""
+    monkeypatch.setattr(ops, "load_library", lambda: library)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
+
+
+def unaligned(x: torch.Tensor) -> torch.Tensor:
+    """The same values one element off any alignment."""
+    storage = torch.empty(x.numel() + 1, dtype=x.dtype)
+    storage[1:] = x.flatten()
+    return storage[1:].view(x.shape)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal up to a rounding of the result's type and the order of fp32 sums."""
+    rtol = 1e-5 if actual.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=2e-5)
+
+
+SHAPES = [(1, 1), (5, 7), (31, 33), (64, 64), (100, 34), (77, 131), (96, 320)]
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestLinear:
+    @pytest.mark.parametrize(("num_rows", "num_columns"), SHAPES)
+    def test_equals_the_product_in_fp64(self, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
+        weight = random(num_rows, num_columns, dtype=dtype, scale=num_columns**-0.5)
+        bias = random(num_rows, dtype=dtype, seed=1)
+        packed = ops.pack_weight(weight)
+        assert packed.shape == weight.shape
+        for num_tokens in (0, *range(1, 10), 17, 33, 130):
+            x = random(num_tokens, num_columns, dtype=dtype, seed=2)
+            for out_dtype in (None, torch.float32, torch.bfloat16):
+                out = ops.linear(x, packed, bias, out_dtype)
+                assert out.dtype == (out_dtype or dtype)
+                assert_close(out, x.double() @ weight.double().T + bias.double())
+            assert_close(ops.linear(x, packed), x.double() @ weight.double().T)
+
+    @pytest.mark.parametrize(("num_rows", "num_columns"), [(5, 7), (100, 34), (77, 131), (288, 160)])
+    def test_a_row_does_not_depend_on_the_others(self, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
+        packed = ops.pack_weight(random(num_rows, num_columns, dtype=dtype))
+        bias = random(num_rows, dtype=dtype, seed=1)
+        x = random(300, num_columns, dtype=dtype, seed=2)
+        alone = torch.cat([ops.linear(row, packed, bias, torch.float32) for row in x.split(1)])
+        for num_tokens in (*range(1, 41), 97, 300):
+            assert torch.equal(ops.linear(x[:num_tokens], packed, bias, torch.float32), alone[:num_tokens])
+            assert torch.equal(ops.linear(x[-num_tokens:], packed, bias, torch.float32), alone[-num_tokens:])
+
+    def test_takes_slices_more_dimensions_and_any_alignment(self, dtype: torch.dtype) -> None:
+        weight = random(70, 33, dtype=dtype)
+        packed = ops.pack_weight(weight)
+        packed = PackedWeight(unaligned(packed.data), packed.num_rows, packed.num_columns)
+        wide = random(6, 80, dtype=dtype, seed=1)
+        plain = ops.linear(wide[:, 7:40].contiguous(), packed)
+        assert_close(plain, reference.linear(wide[:, 7:40].contiguous(), weight))
+        assert torch.equal(ops.linear(wide[:, 7:40], packed), plain)
+        assert torch.equal(ops.linear(unaligned(wide[:, 7:40]), packed), plain)
+        assert torch.equal(ops.linear(wide[:, 7:40].reshape(2, 3, 33), packed), plain.view(2, 3, 70))
+        assert torch.equal(ops.linear(wide[:, 7:40].t().contiguous().t(), packed), plain)
+
+    def test_the_number_of_threads_does_not_matter(self, dtype: torch.dtype) -> None:
+        packed = ops.pack_weight(random(1000, 64, dtype=dtype))
+        x = random(50, 64, dtype=dtype, seed=1)
+        results = []
+        try:
+            for num_threads in (1, 2, 3):
+                torch.set_num_threads(num_threads)
+                results.append(ops.linear(x, packed))
+        finally:
+            torch.set_num_threads(2)
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+    def test_serves_plain_weights_by_torch(self, dtype: torch.dtype) -> None:
+        weight, x = random(9, 6, dtype=dtype), random(3, 6, dtype=dtype, seed=1)
+        assert torch.equal(ops.linear(x, weight), reference.linear(x, weight))
+        assert torch.equal(ops.embedding(torch.tensor([8, 0]), weight), weight[[8, 0]])
+
+    def test_nan_and_infinity_stay_in_their_row(self, dtype: torch.dtype) -> None:
+        packed = ops.pack_weight(random(40, 20, dtype=dtype))
+        x = random(5, 20, dtype=dtype, seed=1)
+        poisoned = x.clone()
+        poisoned[2] = torch.nan
+        poisoned[3] = torch.inf
+        out, clean = ops.linear(poisoned, packed), ops.linear(x, packed)
+        assert torch.equal(out[[0, 1, 4]], clean[[0, 1, 4]])
+        assert out[2].isnan().all()
+        assert not out[3].isfinite().any()
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestRowKernels:
+    @pytest.mark.parametrize(("num_rows", "num_columns"), SHAPES)
+    def test_embedding_reads_the_packed_rows(self, dtype: torch.dtype, num_rows: int, num_columns: int) -> None:
+        weight = random(num_rows, num_columns, dtype=dtype)
+        packed = ops.pack_weight(weight)
+        token_ids = torch.randint(num_rows, (70,), generator=torch.Generator().manual_seed(1))
+        assert torch.equal(ops.embedding(token_ids, packed), weight[token_ids])
+        assert torch.equal(ops.embedding(torch.arange(num_rows), packed), weight)
+        assert ops.embedding(token_ids[:0], packed).shape == (0, num_columns)
+        for bad in (-1, num_rows):
+            with pytest.raises(IndexError, match="token id"):
+                ops.embedding(torch.tensor([0, bad]), packed)
+
+    @pytest.mark.parametrize("width", [1, 15, 16, 33, 576])
+    def test_rms_norm(self, dtype: torch.dtype, width: int) -> None:
+        weight = random(width, dtype=dtype, seed=1)
+        for num_rows in (0, 1, 3, 100):
+            x = random(num_rows, width, dtype=dtype)
+            assert_close(ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+        wide = random(4, 3, width + 5, dtype=dtype)
+        heads = wide[..., 2 : 2 + width]
+        assert_close(ops.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5))
+        rows = torch.cat([ops.rms_norm(row, weight, 1e-5) for row in heads.reshape(-1, width).split(1)])
+        assert torch.equal(ops.rms_norm(heads, weight, 1e-5).view(-1, width), rows)
+
+    @pytest.mark.parametrize("width", [1, 15, 33, 576])
+    def test_add_rms_norm(self, dtype: torch.dtype, width: int) -> None:
+        weight = random(width, dtype=dtype, seed=1)
+        for num_rows in (0, 1, 3, 100):
+            x, residual = random(num_rows, width, dtype=dtype), random(num_rows, width, dtype=dtype, seed=2)
+            normed, added = ops.add_rms_norm(x, residual.clone(), weight, 1e-5)
+            twin_normed, twin_added = reference.add_rms_norm(x, residual, weight, 1e-5)
+            assert torch.equal(added, twin_added)
+            assert_close(normed, twin_normed)
+
+    @pytest.mark.parametrize("width", [1, 15, 33, 1536])
+    def test_silu_and_mul(self, dtype: torch.dtype, width: int) -> None:
+        for num_rows in (0, 1, 3, 40):
+            gate_up = random(num_rows, 2 * width, dtype=dtype, scale=5)
+            assert_close(ops.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+        wide = random(5, 2 * width + 3, dtype=dtype)
+        assert torch.equal(ops.silu_and_mul(wide[:, 1:-2]), ops.silu_and_mul(wide[:, 1:-2].contiguous()))
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, 2), (20, 12), (64, 64), (96, 96), (128, 64)])
+    def test_rotary_embedding(self, dtype: torch.dtype, interleaved: bool, head_dim: int, rotary_dim: int) -> None:
+        cos_sin_cache = random(50, rotary_dim, dtype=torch.float32)
+        for num_tokens in (0, 1, 7, 200):
+            qkv = random(num_tokens, 7 * head_dim, dtype=dtype, seed=1)
+            query = qkv[:, : 4 * head_dim].view(num_tokens, 4, head_dim)
+            key = qkv[:, 4 * head_dim : 6 * head_dim].view(num_tokens, 2, head_dim)
+            value = qkv[:, 6 * head_dim :].clone()
+            positions = torch.randint(50, (num_tokens,), generator=torch.Generator().manual_seed(2))
+            twins = reference.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
+            rotated = ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
+            for actual, expected in zip(rotated, twins, strict=True):
+                assert_close(actual, expected)
+            assert torch.equal(qkv[:, 6 * head_dim :], value)
+        with pytest.raises(IndexError, match="position"):
+            ops.rotary_embedding(torch.tensor([50]), query[:1], key[:1], cos_sin_cache, interleaved)
+
+    @pytest.mark.parametrize("block_size", [1, 8, 16])
+    def test_store_kv_writes_its_slots_only(self, dtype: torch.dtype, block_size: int) -> None:
+        qkv = random(9, 5 * 6, dtype=dtype)
+        key, value = qkv[:, 6:18].view(9, 2, 6), qkv[:, 18:].view(9, 2, 6)
+        caches = [torch.full((20, block_size, 2, 6), torch.nan, dtype=dtype) for _ in range(4)]
+        slots = torch.randperm(20 * block_size, generator=torch.Generator().manual_seed(1))[:9]
+        slots[[2, 5]] = -1
+        ops.store_kv(key, value, caches[0], caches[1], slots)
+        reference.store_kv(key, value, caches[2], caches[3], slots)
+        for actual, expected in ((caches[0], caches[2]), (caches[1], caches[3])):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+        ops.store_kv(key[:0], value[:0], caches[0], caches[1], slots[:0])
+        with pytest.raises(IndexError, match="slot"):
+            ops.store_kv(key[:1], value[:1], caches[0], caches[1], torch.tensor([20 * block_size]))
+
+
+@pytest.mark.usefixtures("_compiled")
+def test_exponentials_are_accurate_over_their_range() -> None:
+    """silu(x) * 1 / x = sigmoid(x), whose small values are exponentials."""
+    gate = torch.cat([-torch.logspace(-3, 1.93, 3000), torch.logspace(-3, 2, 3000)])
+    expected = (gate.double().sigmoid() * gate.double())[None]
+    actual = ops.silu_and_mul(torch.stack([gate, torch.ones_like(gate)]).view(1, -1)).double()
+    assert ((actual - expected) / expected).abs().max() < 1e-6
+    extremes = torch.tensor([[-200.0, -1e30, 0.0, 1e30, torch.inf, torch.nan, *[1.0] * 6]])
+    torch.testing.assert_close(ops.silu_and_mul(extremes), reference.silu_and_mul(extremes), equal_nan=True)
+
+
+@pytest.mark.usefixtures("_compiled")
+def test_float_results_round_to_bf16_like_torch() -> None:
+    values = torch.cat([torch.randn(1000), torch.tensor([torch.inf, -torch.inf, 3.4e38, 1.00390625, 1.01171875, -0.0])])
+    out = ops.linear(values[:, None], ops.pack_weight(torch.ones(1, 1)), out_dtype=torch.bfloat16)
+    assert torch.equal(out[:, 0], values.bfloat16())
+
+
+RAGGED = [(1, 1), (1, 300), (5, 37), (140, 140), (1, 0), (20, 140), (0, 9), (3, 129)]
+
+
+@functools.cache
+def ragged_case(
+    dtype: torch.dtype, head_dim: int, block_size: int, num_heads: int, num_kv_heads: int, sliding_window: int | None
+) -> tuple[AttentionCase, torch.Tensor]:
+    """A batch and its attention by rows, computed once for all instruction sets."""
+    case = make_case(RAGGED, num_heads, num_kv_heads, head_dim, block_size).to(dtype)
+    return case, attention_by_rows(case, sliding_window)
+
+
+def attend(case: AttentionCase, sliding_window: int | None = None) -> torch.Tensor:
+    return ops.paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, case.scale, sliding_window)
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestPagedAttention:
+    @pytest.mark.parametrize(
+        ("head_dim", "block_size", "num_heads", "num_kv_heads", "sliding_window"),
+        [
+            (2, 16, 2, 2, None),
+            (20, 8, 6, 2, 7),
+            (32, 1, 4, 4, 1),
+            (64, 16, 9, 3, None),
+            (96, 8, 8, 1, 200),
+            (128, 16, 4, 2, 128),
+        ],
+    )
+    def test_equals_each_row_by_itself(
+        self,
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        sliding_window: int | None,
+    ) -> None:
+        case, expected = ragged_case(dtype, head_dim, block_size, num_heads, num_kv_heads, sliding_window)
+        out = attend(case, sliding_window)
+        assert_close(out, expected)
+        twin = reference.paged_attention(
+            case.query, case.key_cache, case.value_cache, case.metadata, case.scale, sliding_window
+        )
+        assert_close(out, twin)
+
+    @pytest.mark.parametrize("sliding_window", [None, 90])
+    def test_a_sequence_does_not_depend_on_the_others(self, dtype: torch.dtype, sliding_window: int | None) -> None:
+        """Alone, a long context is split over threads; in a batch it is not."""
+        case = make_case([(1, 700), (4, 260), (50, 300), (1, 30), (2, 129)] * 2, num_padding_rows=0).to(dtype)
+        out = attend(case, sliding_window)
+        starts = case.metadata.cu_seqlens_q.tolist()
+        for seq in range(10):
+            rows = slice(starts[seq], starts[seq + 1])
+            assert torch.equal(attend(case.select([seq]), sliding_window), out[rows])
+        pair = attend(case.select([7, 2]), sliding_window)
+        assert torch.equal(pair, torch.cat([out[starts[7] : starts[8]], out[starts[2] : starts[3]]]))
+
+    @pytest.mark.parametrize("sliding_window", [None, 40])
+    def test_a_row_does_not_depend_on_how_its_prompt_is_cut(
+        self, dtype: torch.dtype, sliding_window: int | None
+    ) -> None:
+        """One chunk, chunks of several sizes and single rows: what a verification row must equal."""
+        context = 290
+        whole = make_case([(context, context)], num_padding_rows=0).to(dtype)
+        expected = attend(whole, sliding_window)
+        for size in (1, 3, 5, 64, 127):
+            for start in range(0, context, size):
+                end = min(start + size, context)
+                if size == 1 and start % 7:
+                    continue
+                part = make_case([(end - start, end)], num_padding_rows=0).metadata
+                metadata = type(part)(
+                    part.cu_seqlens_q,
+                    part.context_lens,
+                    whole.metadata.block_tables,
+                    part.slot_mapping,
+                    end - start,
+                    end,
+                )
+                rows = AttentionCase(whole.query[start:end], whole.key_cache, whole.value_cache, metadata)
+                assert torch.equal(attend(rows, sliding_window), expected[start:end])
+
+    def test_later_tokens_cannot_reach_an_earlier_row(self, dtype: torch.dtype) -> None:
+        """A draft whose key and value are nan spoils its own row and those after it, no other."""
+        case = make_case([(6, 40)], num_padding_rows=0).to(dtype)
+        expected = attend(case)
+        block, offset = case.metadata.block_tables[0, 37 // 16], 37 % 16
+        case.key_cache[block, offset] = torch.nan
+        case.value_cache[block, offset] = torch.inf
+        out = attend(case)
+        assert torch.equal(out[:3], expected[:3])
+        assert not out[3:].isfinite().any()
+
+    def test_takes_slices_and_any_alignment(self, dtype: torch.dtype) -> None:
+        case = make_case([(5, 37), (1, 140)], head_dim=20, num_padding_rows=0).to(dtype)
+        expected = attend(case)
+        wide = torch.cat([case.query.flatten(1), torch.full((6, 11), torch.nan, dtype=dtype)], dim=1)
+        sliced = AttentionCase(
+            wide[:, :120].view(6, 6, 20), unaligned(case.key_cache), unaligned(case.value_cache), case.metadata
+        )
+        assert torch.equal(attend(sliced), expected)
+        strided = AttentionCase(
+            case.query.transpose(0, 1).contiguous().transpose(0, 1), case.key_cache, case.value_cache, case.metadata
+        )
+        assert torch.equal(attend(strided), expected)
+
+    def test_large_scores_do_not_overflow(self, dtype: torch.dtype) -> None:
+        case = make_case([(3, 200)], num_padding_rows=0).to(dtype)
+        loud = AttentionCase(case.query * 200, case.key_cache, case.value_cache, case.metadata)
+        assert_close(attend(loud), attention_by_rows(loud))
+
+
+@pytest.fixture
+def _fresh_loading() -> Iterator[None]:
+    load_library.cache_clear()
+    kernels.ops.select_backend.cache_clear()
+    yield
+    load_library.cache_clear()
+    kernels.ops.select_backend.cache_clear()
+
+
+@pytest.mark.usefixtures("_fresh_loading")
+class TestCompilation:
+    def test_without_a_compiler_the_twins_serve_and_it_is_said_once(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CC", raising=False)
+        assert not ops.is_available()
+        assert not ops.is_available()
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        assert "install cc, gcc or clang" in caplog.messages[0]
+        assert kernels.ops.select_backend("cpu", torch.bfloat16) is reference
+        weight = torch.randn(7, 5).bfloat16()
+        assert kernels.ops.pack_weight(weight) is weight
+
+    def test_with_a_compiler_the_kernels_serve(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert kernels.ops.select_backend("cpu", torch.bfloat16) is ops
+        assert [path.suffix for path in (tmp_path / "forerun" / "kernels").iterdir()] == [".so"]
+
+    def test_a_failing_compiler_is_quoted(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        compiler = tmp_path / "broken-cc"
+        compiler.write_text("#!/bin/sh\necho the disk is full >&2\nexit 3\n")
+        compiler.chmod(0o755)
+        monkeypatch.setenv("CC", str(compiler))
+        with pytest.raises(CompilationError, match="broken-cc failed on the CPU kernels:\nthe disk is full"):
+            build_library(tmp_path / "cache")
+        assert list((tmp_path / "cache").iterdir()) == []
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert load_library() is None
+        assert "the disk is full" in caplog.text
+
+    def test_a_folder_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "cache").write_text("a file where a folder should be")
+        with pytest.raises(CompilationError, match=r"could not be written to .*cache"):
+            build_library(tmp_path / "cache")
+
+    def test_what_is_compiled_is_kept(self, tmp_path: Path) -> None:
+        first = build_library(tmp_path, (("-march=x86-64", "-O0"), ("-O0",)))
+        written = first.stat().st_mtime_ns
+        assert build_library(tmp_path, (("-march=x86-64", "-O0"), ("-O0",))) == first
+        assert first.stat().st_mtime_ns == written
+
+    def test_an_unknown_flag_leads_to_the_next(self, tmp_path: Path) -> None:
+        library = Library(build_library(tmp_path, (("-march=no-such-cpu",), ("-O0",))))
+        assert library.released is not library.held
+
+    def test_two_processes_may_compile_at_once(self, tmp_path: Path) -> None:
+        program = """
+import torch
+from kernels.cpu import ops
+assert ops.is_available()
+print(ops.rms_norm(torch.ones(1, 2), torch.ones(2), 0.0))
+"""
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", program],
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for _ in range(2)
+        ]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        assert outputs == ["tensor([[1., 1.]])\n"] * 2
+        assert [path.suffix for path in (tmp_path / "forerun" / "kernels").iterdir()] == [".so"]

@@ -7,13 +7,13 @@ each operator computes.
 
 import functools
 import importlib
-import importlib.util
 import logging
 from types import ModuleType
 
 import torch
 
 from kernels import reference
+from kernels.cpu import ops as cpu_ops
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import Weight
 
@@ -29,10 +29,8 @@ def select_backend(device_type: str, dtype: torch.dtype) -> ModuleType:
     if device_type == "cuda":
         # Not at the top: Triton is absent where there is no CUDA.
         backend = importlib.import_module("kernels.cuda_ops")
-    elif device_type == "cpu" and dtype in CPU_KERNEL_DTYPES and importlib.util.find_spec("kernels.cpu.ops"):
-        cpu_ops = importlib.import_module("kernels.cpu.ops")
-        if cpu_ops.is_available():
-            backend = cpu_ops
+    elif device_type == "cpu" and dtype in CPU_KERNEL_DTYPES and cpu_ops.is_available():
+        backend = cpu_ops
     logger.info("kernels for %s on %s: %s", dtype, device_type, backend.__name__)
     return backend
 

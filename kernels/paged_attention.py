@@ -213,6 +213,8 @@ def launch_attention(
 
     # Rows that no sequence owns have no program.
     out = torch.zeros((num_tokens, num_heads, head_dim), dtype=query.dtype, device=query.device)
+    if num_tokens == 0:
+        return out
     num_splits = -(-metadata.max_context_len // SPLIT_LEN) if spread else 1
     split_out = split_stats = out  # placeholders unless spread
     if spread:

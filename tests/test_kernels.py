@@ -303,3 +303,37 @@ def test_flash_attention_serves_only_what_it_can(
     dtype: torch.dtype, head_dim: int, block_size: int, capability: tuple[int, int], expected: bool
 ) -> None:
     assert flash_attention.fits(dtype, head_dim, block_size, capability) is expected
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, "flash"), (torch.float32, "triton")])
+def test_cuda_attention_goes_to_flash_attention_where_it_fits(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, expected: str
+) -> None:
+    from kernels import cuda_ops
+
+    def answer(name: str, *arguments: object) -> str:
+        assert arguments[-2:] == (case.scale, 7)
+        return name
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(flash_attention, "find_flash_attention", lambda: wheel_flash_attn_varlen_func)
+    monkeypatch.setattr(flash_attention, "flash_attention", lambda *arguments: answer("flash", *arguments))
+    monkeypatch.setattr(cuda_ops.triton_attention, "paged_attention", lambda *arguments: answer("triton", *arguments))
+    case = make_case(MIXED, head_dim=64).to(dtype)
+    served = cuda_ops.paged_attention(case.query, case.key_cache, case.value_cache, case.metadata, case.scale, 7)
+    assert served == expected
+
+
+@needs_triton
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_cuda_linear_takes_wide_sums_from_the_product(monkeypatch: pytest.MonkeyPatch, with_bias: bool) -> None:
+    from kernels import cuda_ops
+
+    # torch has this overload for CUDA only.
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    x, weight = torch.randn(2, 3, 40).bfloat16(), torch.randn(21, 40).bfloat16()
+    bias = torch.randn(21).bfloat16() if with_bias else None
+    out = cuda_ops.linear(x, weight, bias, torch.float32)
+    torch.testing.assert_close(out, reference.linear(x, weight, bias, torch.float32))
+    assert cuda_ops.linear(x, weight, bias).dtype == torch.bfloat16

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import platform
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,7 +68,13 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, progress: 
     num_untrimmed_bytes = 0
     num_bytes = sum(parameter.nbytes for parameter in num_awaited)
     with tqdm(
-        total=num_bytes, desc="Loading weights", unit="B", unit_scale=True, unit_divisor=1024, disable=not progress
+        total=num_bytes,
+        desc="Loading weights",
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=not progress,
+        mininterval=0.1 if sys.stderr.isatty() else 5.0,  # in a log each refresh is a line
     ) as bar:
         for name, tensor in stored.items():
             destination = destinations[name]

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -26,8 +27,12 @@ class Ingress:
         from app.api.router import build_app
         from models.tokenizer import load_tokenizer
 
+        # A folder's tokenizer is read while the replica loads its weights; what is not a folder yet, the replica fetches.
+        folder = Path(self._config.model)
+        tokenizer = await asyncio.to_thread(load_tokenizer, folder) if folder.is_dir() else None
         description: ModelDescription = await self._target.describe.remote()
-        tokenizer = await asyncio.to_thread(load_tokenizer, description.folder)
+        if tokenizer is None:
+            tokenizer = await asyncio.to_thread(load_tokenizer, description.folder)
         card = ModelCard(
             served_model_names=(self._config.model_name,),
             max_model_len=description.max_model_len,

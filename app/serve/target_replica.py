@@ -41,7 +41,6 @@ EngineFactory = Callable[[AppConfig], Awaitable[tuple[Engine, ModelDescription]]
 
 
 async def load_engine(config: AppConfig) -> tuple[Engine, ModelDescription]:
-    os.environ.setdefault("TQDM_MININTERVAL", "5")  # Ray makes each refresh of a progress bar a line of its log
     # Imported here: the process that builds the application imports this module, and has no use for torch.
     from app.async_engine import AsyncEngine
     from models.checkpoint import resolve_checkpoint

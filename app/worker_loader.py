@@ -56,7 +56,7 @@ def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedMod
     max_model_len = served_context(config, model_config)
     tokenizer = load_tokenizer(folder)
 
-    model = load_model(folder, DTYPES.get(config.dtype), device, progress)
+    model = load_model(folder, DTYPES.get(config.dtype), device, progress, max_model_len)
     loaded_proposer = load_proposer(
         config.speculative_config,
         TargetContext(model.config, tokenizer, max_model_len, model.config.dtype, device, progress),

@@ -15,12 +15,14 @@ from models.model_config import ModelConfig
 class Decoder(nn.Module):
     """Embedding, layers and final norm."""
 
-    def __init__(self, config: ModelConfig, decoder_layer: type[DecoderLayer], device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, decoder_layer: type[DecoderLayer], max_positions: int, device: torch.device
+    ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, config.dtype, is_head=config.tie_word_embeddings
         )
-        rotary = RotaryEmbedding(config.head_dim, config.max_position_embeddings, config.rope, device)
+        rotary = RotaryEmbedding(config.head_dim, max_positions, config.rope, device)
         layers = [decoder_layer(config, i, rotary) for i in range(config.num_hidden_layers)]
         self.layers = nn.ModuleList(layers)
         self.kv_specs = [layer.kv_spec for layer in layers]
@@ -45,10 +47,12 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder and its output head. Built without weights: `models.loader` brings them."""
 
-    def __init__(self, config: ModelConfig, decoder_layer: type[DecoderLayer], device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, decoder_layer: type[DecoderLayer], max_positions: int, device: torch.device
+    ) -> None:
         super().__init__()
         self.config = config
-        self.model = Decoder(config, decoder_layer, device)
+        self.model = Decoder(config, decoder_layer, max_positions, device)
         self.lm_head = (
             None if config.tie_word_embeddings else ParallelLMHead(config.vocab_size, config.hidden_size, config.dtype)
         )

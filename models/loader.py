@@ -41,8 +41,14 @@ class Destination:
     shard: Shard
 
 
-def load_model(folder: Path, dtype: torch.dtype | None, device: torch.device, progress: bool) -> CausalLM:
-    """The model of a checkpoint in eval mode, in `dtype` (None: the checkpoint's).
+def load_model(
+    folder: Path,
+    dtype: torch.dtype | None,  # None: the checkpoint's
+    device: torch.device,
+    progress: bool,
+    max_positions: int | None = None,  # the longest sequence; None: what the checkpoint allows
+) -> CausalLM:
+    """The model of a checkpoint in eval mode.
 
     Raises ValueError for what read_model_config refuses, and for missing, unexpected or misshapen weights.
     """
@@ -51,7 +57,8 @@ def load_model(folder: Path, dtype: torch.dtype | None, device: torch.device, pr
         if torch.finfo(dtype).bits < torch.finfo(config.dtype).bits or _narrows(config.dtype, dtype):
             logger.warning("%s: %s narrows the checkpoint's %s; dtype auto would keep it", folder, dtype, config.dtype)
         config = replace(config, dtype=dtype)
-    model = CausalLM(config, ARCHITECTURES[config.architecture].decoder_layer, device)
+    max_positions = max_positions or config.max_position_embeddings
+    model = CausalLM(config, ARCHITECTURES[config.architecture].decoder_layer, max_positions, device)
     load_weights(model, folder, device, progress)
     return model.eval()
 

@@ -222,6 +222,16 @@ def test_every_parameter_is_real_and_the_model_does_not_learn(folder):
         assert not parameter.requires_grad, name
 
 
+def test_positions_are_prepared_for_the_sequences_to_come(folder):
+    """A checkpoint of a million positions must not cost half a gigabyte where a few thousand are served."""
+    for max_positions, expected in ((None, 512), (len(PROMPT), len(PROMPT)), (600, 600)):
+        model = load_model(folder, None, CPU, progress=False, max_positions=max_positions)
+        rotary = model.model.layers[1].self_attn.rotary
+        assert rotary is model.model.layers[0].self_attn.rotary
+        assert rotary.cos_sin_cache.shape == (expected, 16)
+        assert torch.equal(whole_prompt_logits(model, PROMPT), logits(folder))
+
+
 def test_the_bar_counts_the_bytes_of_the_weights(folder, capsys):
     load_model(folder, None, CPU, progress=True)
     bar = capsys.readouterr().err.rpartition("\r")[2]

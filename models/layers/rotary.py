@@ -12,11 +12,11 @@ from models.model_config import LinearRopeScaling, Llama3RopeScaling, RopeConfig
 class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their position (Su et al., 2021); pairs are (i, i + head_dim / 2)."""
 
-    cos_sin_cache: torch.Tensor  # [max_position_embeddings, head_dim] fp32: cosines, then sines
+    cos_sin_cache: torch.Tensor  # [max_positions, head_dim] fp32: cosines, then sines
 
-    def __init__(self, head_dim: int, max_position_embeddings: int, rope: RopeConfig, device: torch.device) -> None:
+    def __init__(self, head_dim: int, max_positions: int, rope: RopeConfig, device: torch.device) -> None:
         super().__init__()
-        positions = torch.arange(max_position_embeddings, dtype=torch.float32, device=device)
+        positions = torch.arange(max_positions, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inverse_frequencies(head_dim, rope).to(device))
         self.register_buffer("cos_sin_cache", torch.cat((angles.cos(), angles.sin()), dim=-1), persistent=False)
 

@@ -27,7 +27,7 @@ class Ingress:
         from app.api.router import build_app
         from models.tokenizer import load_tokenizer
 
-        # A folder's tokenizer is read while the replica loads its weights; what is not a folder yet, the replica fetches.
+        # A folder's tokenizer is read while the replica loads its weights; what is no folder yet, the replica fetches.
         folder = Path(self._config.model)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder) if folder.is_dir() else None
         description: ModelDescription = await self._target.describe.remote()

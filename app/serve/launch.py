@@ -9,6 +9,7 @@ as well; it reports readiness and mistakes among its log lines.
 import contextlib
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -95,7 +96,7 @@ class Announcer(threading.Thread):
         body = json.dumps({"model": model, "messages": [{"role": "user", "content": "What is gravity?"}]})
         return (
             f"{model} is ready at {self._url}/v1 — try: curl {self._url}/v1/chat/completions "
-            f"-H 'Content-Type: application/json' -d '{body}'"
+            f"-H 'Content-Type: application/json' -d {shlex.quote(body)}"
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from app.engine.logits_processor import LogitsRows
 from app.engine.plan import AdmittedSequence
 from app.engine.sampling_params import SamplingParams
-from app.engine.truncation import truncate_to_top_k, truncate_to_top_p
+from app.engine.truncation import truncate, truncate_by_sorting
 from tests.helpers.verification import Bench, reference_probs
 
 VOCAB = 40
@@ -110,46 +110,79 @@ def test_a_temperature_just_above_greedy_overflows_nothing():
     assert processed_probs(bench, rows, logits).tolist() == [[1.0, 0.0, 0.0, 0.0]]
 
 
+TRUNCATE = pytest.mark.parametrize("cut", [truncate, truncate_by_sorting])
+
+
+def kept_by(cut, logits: torch.Tensor, top_k=0, top_p=1.0) -> list[list[int]]:
+    """Ids that are left of each row; what is left is as it was."""
+    logits = logits - logits.amax(-1, keepdim=True)
+    before = logits.clone()
+    cut(logits, np.full(len(logits), top_k), np.full(len(logits), top_p))
+    kept = logits > -torch.inf
+    assert torch.equal(logits[kept], before[kept])
+    return [torch.nonzero(row)[:, 0].tolist() for row in kept]
+
+
+@TRUNCATE
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 6])
-def test_top_k_keeps_exactly_so_many_and_the_lowest_ids_of_a_tie(top_k):
+def test_top_k_keeps_exactly_so_many_and_the_lowest_ids_of_a_tie(top_k, cut):
     logits = torch.tensor([[1.0, 3.0, 2.0, 2.0, 2.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
-    truncate_to_top_k(logits, torch.tensor([top_k, top_k]), top_k)
-    kept = [torch.nonzero(row > -torch.inf)[:, 0].tolist() for row in logits]
-    assert kept[0] == sorted([1, 2, 3, 4, 0, 5][:top_k])
-    assert kept[1] == list(range(top_k))
+    kept = kept_by(cut, logits, top_k=top_k)
+    assert kept == [sorted([1, 2, 3, 4, 0, 5][:top_k]), list(range(top_k))]
 
 
-def test_top_k_may_exceed_what_earlier_masks_have_left():
-    logits = torch.tensor([[1.0, -torch.inf, 2.0, -torch.inf]])
-    truncate_to_top_k(logits, torch.tensor([3]), 3)
-    assert logits.tolist() == [[1.0, -torch.inf, 2.0, -torch.inf]]
+@TRUNCATE
+def test_what_earlier_masks_have_taken_does_not_come_back(cut):
+    logits = torch.full((1, 6000), -torch.inf)
+    logits[0, [7, 4100, 5999]] = torch.tensor([1.0, 3.0, 2.0])
+    assert kept_by(cut, logits, top_k=5) == [[7, 4100, 5999]]
+    assert kept_by(cut, logits, top_p=1 - 1e-12) == [[7, 4100, 5999]]
+    assert kept_by(cut, logits, top_k=5, top_p=0.7) == [[4100, 5999]]
+    assert kept_by(cut, logits, top_k=1, top_p=0.7) == [[4100]]
 
 
-@pytest.mark.parametrize("vocab_size", [7, 255, 257, 3000])
+@TRUNCATE
+@pytest.mark.parametrize("vocab_size", [7, 257, 5000, 9001])
 @pytest.mark.parametrize("top_p", [1e-6, 0.3, 0.9, 0.999, 1 - 1e-12])
-def test_a_nucleus_is_the_fewest_tokens_that_reach_top_p(vocab_size, top_p):
+def test_a_nucleus_is_the_fewest_tokens_that_reach_top_p(vocab_size, top_p, cut):
     """Also where it is wider than what is looked at first, beside rows where it is not."""
     scale = torch.tensor([0.01, 1.0, 10.0])[:, None]
     logits = torch.randn(3, vocab_size, generator=torch.Generator().manual_seed(1)) * scale
     probs = logits.double().softmax(-1)
-    truncate_to_top_p(logits, torch.full((3,), top_p, dtype=torch.float64))
-    for row in range(3):
-        kept = logits[row] > -torch.inf
-        assert probs[row, kept].sum() >= min(top_p, 1 - 1e-6) - 1e-6
+    for row, token_ids in enumerate(kept_by(cut, logits, top_p=top_p)):
+        kept = torch.zeros(vocab_size, dtype=torch.bool)
+        kept[token_ids] = True
         assert kept.any()
+        assert probs[row, kept].sum() >= top_p - 1e-6
         assert probs[row, kept].sum() - probs[row, kept].min() < top_p + 1e-6
         if not kept.all():
             assert probs[row, ~kept].max() <= probs[row, kept].min()
 
 
-def test_a_nucleus_of_equal_tokens_holds_the_lowest_ids():
-    logits = torch.zeros(1, 1000)
-    truncate_to_top_p(logits, torch.tensor([0.4999], dtype=torch.float64))
-    assert torch.nonzero(logits[0] > -torch.inf)[:, 0].tolist() == list(range(500))
+@TRUNCATE
+@pytest.mark.parametrize("top_k", [40, 600, 8000])
+def test_the_nucleus_is_that_of_the_top_k(top_k, cut):
+    logits = torch.randn(4, 9000, generator=torch.Generator().manual_seed(3)) * 2
+    for row, token_ids in enumerate(kept_by(cut, logits, top_k=top_k, top_p=0.8)):
+        descending, order = logits[row].double().sort(descending=True)
+        cumulative = descending[:top_k].softmax(-1).cumsum(-1)
+        num_kept = int((cumulative < 0.8).sum()) + 1
+        assert token_ids == sorted(order[:num_kept].tolist())
 
 
-def test_a_wide_top_k_is_sorted():
-    logits = torch.randn(2, 3000, generator=torch.Generator().manual_seed(2))
-    expected = logits.argsort(dim=-1, descending=True)[:, :2500].sort(dim=-1).values
-    truncate_to_top_k(logits, torch.tensor([2500, 2500]), 2500)
-    assert torch.equal(torch.nonzero(logits > -torch.inf)[:, 1].view(2, -1), expected)
+@TRUNCATE
+def test_a_nucleus_of_equal_tokens_holds_the_lowest_ids(cut):
+    assert kept_by(cut, torch.zeros(1, 5000), top_p=0.4999) == [list(range(2500))]
+
+
+@TRUNCATE
+def test_truncation_may_differ_from_row_to_row_and_leaves_rows_without_numbers_alone(cut):
+    logits = torch.randn(5, 5000, generator=torch.Generator().manual_seed(4))
+    logits -= logits.amax(-1, keepdim=True)
+    logits[3] = torch.nan
+    before = logits.clone()
+    cut(logits, np.array([3, 0, 0, 5, 5000]), np.array([1.0, 1.0, 0.5, 0.5, 1.0]))
+    assert (logits[0] > -torch.inf).sum() == 3
+    assert torch.equal(logits[[1, 4]], before[[1, 4]])
+    assert 0 < (logits[2] > -torch.inf).sum() < 5000
+    assert logits[3].isnan().any()

@@ -8,7 +8,7 @@ import torch
 
 from app.engine.sampling_table import SamplingTable
 from app.engine.sequence_state import SequenceState
-from app.engine.truncation import on_rows, truncate_to_top_k, truncate_to_top_p
+from app.engine.truncation import on_rows, truncate
 
 
 @dataclass(frozen=True)
@@ -70,28 +70,27 @@ class LogitsProcessor:
             return
         token_ids, biases = zip(*(self.table.bias[slot] for slot in rows.slots[chosen]), strict=True)
         index = _flat_index(logits, chosen, token_ids)
-        logits.view(-1)[index] += torch.from_numpy(np.concatenate(biases)).to(logits.device)
+        logits.view(-1)[index] += _on(logits, np.concatenate(biases))
 
     def _penalise_repetition(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
         """Divides positive logits of seen tokens by the penalty, multiplies negative ones (CTRL, arXiv 1909.05858)."""
         if not len(chosen):
             return
-        index, where = self._history(rows, chosen, np.zeros(len(chosen), dtype=np.int64), logits)
-        penalty = self._per_entry(self.table.repetition_penalty, rows, where, logits)
-        # A token seen twice is written twice, with the same value: all are computed before any is written.
-        seen = logits.view(-1)[index]
-        logits.view(-1)[index] = torch.where(seen > 0, seen / penalty, seen * penalty)
+        index = np.unique(self._history(rows, chosen, np.zeros(len(chosen), dtype=np.int64), logits.shape[1]))
+        where = _on(logits, index)
+        seen = logits.view(-1)[where]
+        penalty = _on(logits, self.table.repetition_penalty[rows.slots[index // logits.shape[1]]])
+        logits.view(-1)[where] = torch.where(seen > 0, seen / penalty, seen * penalty)
 
     def _penalise_counts(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
         """Subtracts frequency_penalty times the count, and presence_penalty once, from tokens of the output."""
         if not len(chosen):
             return
-        index, where = self._history(rows, chosen, self.state.num_prompt_tokens[rows.slots[chosen]], logits)
-        counts = torch.zeros(logits.numel(), device=logits.device)
-        counts.index_add_(0, index, torch.ones(len(index), device=logits.device))
-        frequency = self._per_entry(self.table.frequency_penalty, rows, where, logits)
-        presence = self._per_entry(self.table.presence_penalty, rows, where, logits)
-        logits.view(-1)[index] = logits.view(-1)[index] - frequency * counts[index] - presence
+        starts = self.state.num_prompt_tokens[rows.slots[chosen]]
+        index, counts = np.unique(self._history(rows, chosen, starts, logits.shape[1]), return_counts=True)
+        slots = rows.slots[index // logits.shape[1]]
+        penalty = self.table.frequency_penalty[slots] * counts + self.table.presence_penalty[slots]
+        logits.view(-1)[_on(logits, index)] -= _on(logits, penalty.astype(np.float32))
 
     def _mask_bad_words(self, logits: torch.Tensor, chosen: np.ndarray, rows: LogitsRows) -> None:
         """Bans the last token of each bad word whose other tokens end the row's output."""
@@ -113,30 +112,23 @@ class LogitsProcessor:
     def _shape(self, logits: torch.Tensor, slots: np.ndarray) -> None:
         """Temperature, min_p, top-k and top-p, in place; a row's largest logit becomes 0, so that none overflows."""
         table = self.table
-
-        def column(values: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(values).to(logits.device)
-
         logits.sub_(logits.amax(dim=-1, keepdim=True))
-        logits.div_(column(table.temperature[slots])[:, None])
+        logits.div_(_on(logits, table.temperature[slots])[:, None])
         min_p, top_k, top_p = table.min_p[slots], table.top_k[slots], table.top_p[slots]
         if min_p.any():
-            floor = column(min_p).log_()[:, None]  # -inf where off: nothing lies below
+            floor = _on(logits, min_p).log_()[:, None]  # -inf where off: nothing lies below
             logits.masked_fill_(logits < floor, -torch.inf)
-        limited = np.flatnonzero((top_k > 0) & (top_k < logits.shape[1]))
-        largest = int(top_k[limited].max(initial=0))
-        on_rows(logits, limited, lambda part: truncate_to_top_k(part, column(top_k[limited]), largest))
-        nucleus = np.flatnonzero(top_p < 1)
-        on_rows(logits, nucleus, lambda part: truncate_to_top_p(part, column(top_p[nucleus])))
+        truncated = np.flatnonzero((top_k > 0) | (top_p < 1))
+        on_rows(logits, truncated, lambda part: truncate(part, top_k[truncated], top_p[truncated]))
 
     def _history(
         self,
         rows: LogitsRows,
         chosen: np.ndarray,  # [n] indices of rows
         starts: np.ndarray,  # [n] position where the history that counts begins
-        logits: torch.Tensor,
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """Every token of the chosen rows' histories: its flat index in `logits`, on their device, and its row."""
+        vocab_size: int,
+    ) -> np.ndarray:
+        """Every token of the chosen rows' histories, as its index in the flattened logits of all `rows`; int64."""
         slots, num_known = rows.slots[chosen], self.state.num_tokens[rows.slots[chosen]]
         lengths = num_known - starts + rows.num_drafts[chosen]
         entry = np.repeat(np.arange(len(chosen)), lengths)
@@ -146,8 +138,7 @@ class LogitsProcessor:
         drafted = np.flatnonzero(positions >= num_known[entry])
         draft_index = (positions - num_known[entry])[drafted]
         token_ids[drafted] = rows.draft_token_ids[chosen[entry[drafted]], draft_index]
-        where = chosen[entry]
-        return torch.from_numpy(where * logits.shape[1] + token_ids).to(logits.device), where
+        return chosen[entry] * vocab_size + token_ids
 
     def _output_tail(self, rows: LogitsRows, row: int, length: int) -> np.ndarray:
         """The row's last `length` output tokens, or as many as there are."""
@@ -156,9 +147,6 @@ class LogitsProcessor:
         known = self.state.token_ids[slot, max(start, end - length) : end]
         output = np.concatenate([known, rows.draft_token_ids[row, : rows.num_drafts[row]]])
         return output[max(len(output) - length, 0) :]
-
-    def _per_entry(self, column: np.ndarray, rows: LogitsRows, where: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(column[rows.slots[where]]).to(logits.device)
 
 
 def _mask(logits: torch.Tensor, rows: np.ndarray, token_ids: Sequence[np.ndarray]) -> None:
@@ -169,4 +157,8 @@ def _mask(logits: torch.Tensor, rows: np.ndarray, token_ids: Sequence[np.ndarray
 def _flat_index(logits: torch.Tensor, rows: np.ndarray, token_ids: Sequence[np.ndarray]) -> torch.Tensor:
     """Where `token_ids[i]` stand in row `rows[i]` of the flattened `logits`, one after the other."""
     starts = np.repeat(rows * logits.shape[1], [len(each) for each in token_ids])
-    return torch.from_numpy(starts + np.concatenate(token_ids)).to(logits.device)
+    return _on(logits, starts + np.concatenate(token_ids))
+
+
+def _on(logits: torch.Tensor, array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).to(logits.device, non_blocking=True)

@@ -55,7 +55,7 @@ class Sampler:
         if changed.any():
             where = np.flatnonzero(changed)
             index = _on(logits.device, where)
-            processed = self.logits_processor.process(logits[index], rows[where])
+            processed = self.logits_processor.process(logits.index_select(0, index), rows[where])
             token_ids[index], is_finite = _argmax(processed)
             usable[index] &= is_finite
             groups.append((processed, where, np.arange(len(where))))
@@ -96,25 +96,24 @@ class Sampler:
         drawn = []
         for start in range(0, len(rows), rows_at_once):
             piece = slice(start, start + rows_at_once)
-            scores = logits[_on(logits.device, rows[piece])]
             if logits.device.type == "cpu":
-                drawn.append(torch.from_numpy(self._add_noise(scores.double().numpy(), keys[piece]).argmax(axis=-1)))
+                drawn.append(torch.from_numpy(self._noisy_argmax(logits.numpy(), rows[piece], keys[piece])))
             else:
                 noise = gumbels_on_device(_on(logits.device, keys[piece].view(np.int64)), logits.shape[1])
-                drawn.append((scores + noise).argmax(dim=-1))
+                drawn.append((_take(logits, rows[piece]) + noise).argmax(dim=-1))
         return torch.cat(drawn)
 
-    def _add_noise(self, scores: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Adds Gumbel noise in place, to the few tokens that truncation has left or to all; float64 [n, vocab_size]."""
-        if len(self._vocabulary) != scores.shape[1]:
-            self._vocabulary = token_counters(np.arange(scores.shape[1]))
-        possible = scores > -np.inf
-        if 2 * np.count_nonzero(possible) > scores.size:
-            scores += gumbels(keys[:, None], self._vocabulary)
-        else:
-            row, token = np.nonzero(possible)
-            scores[row, token] += gumbels(keys[row], self._vocabulary[token])
-        return scores
+    def _noisy_argmax(self, logits: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """A piece of `_coupled_argmax`; int64 [n]."""
+        if len(self._vocabulary) != logits.shape[1]:
+            self._vocabulary = token_counters(np.arange(logits.shape[1]))
+        if len(rows) > 1:
+            return (logits[rows] + gumbels(keys[:, None], self._vocabulary)).argmax(axis=-1)
+        scores = logits[rows[0]]
+        token_ids = np.flatnonzero(scores > -np.inf)
+        if 0 < 2 * len(token_ids) < len(scores):  # truncation has left few tokens: only they need noise
+            return token_ids[[(scores[token_ids] + gumbels(keys, self._vocabulary[token_ids])).argmax()]]
+        return np.array([(scores + gumbels(keys, self._vocabulary)).argmax()])
 
 
 def inverse_cdf(
@@ -140,7 +139,7 @@ def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _take(logits: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-    return logits if len(rows) == len(logits) else logits[_on(logits.device, rows)]
+    return logits if len(rows) == len(logits) else logits.index_select(0, _on(logits.device, rows))
 
 
 def _on(device: torch.device, array: np.ndarray) -> torch.Tensor:

@@ -52,8 +52,10 @@ class TorchOperators:
         """Milliseconds of each kind of operator over a whole step, and `total`, their sum. Measured once a shape."""
         if shape not in self._times:
             with torch.inference_mode():
-                calls = {"linear": self._linear(shape), "attention": self._attention(shape), **self._rest(shape)}
+                calls = {"linear": self._linear(shape), **self._rest(shape)}
                 times = {name: 1e3 * best_time(call, self.device, num_repeats) for name, call in calls.items()}
+                ways = [1e3 * best_time(call, self.device, num_repeats) for call in self._attention(shape)]
+                times["attention"] = min(ways)
             self._times[shape] = {**times, "total": sum(times.values())}
         return self._times[shape]
 
@@ -72,23 +74,42 @@ class TorchOperators:
 
         return call
 
-    def _attention(self, shape: StepShape) -> Callable[[], None]:
-        """Over contiguous keys and values, a layer's own; nothing is gathered from pages."""
-        config = self.config
-        query = self._random(shape.num_seqs, config.num_attention_heads, shape.rows_per_seq, config.head_dim)
+    def _attention(self, shape: StepShape) -> list[Callable[[], None]]:
+        """Three ways to the same, over contiguous keys and values, a layer's own; nothing is gathered from pages.
+
+        Which is fastest depends on dtype and shape by an order of magnitude. Two of them lay the query heads that
+        share a key head side by side, as rows.
+        """
+        config, rows = self.config, shape.rows_per_seq
+        group = config.num_attention_heads // config.num_key_value_heads
         kv_shape = (shape.num_seqs, config.num_key_value_heads, shape.context_len, config.head_dim)
         layers = [(self._random(*kv_shape), self._random(*kv_shape)) for _ in self._layers]
-        whole_prompt = shape.rows_per_seq == shape.context_len
-        visible = torch.ones(shape.rows_per_seq, shape.context_len, dtype=torch.bool, device=self.device)
-        mask = None if whole_prompt or shape.rows_per_seq == 1 else visible.tril(shape.context_len - shape.rows_per_seq)
+        query = self._random(shape.num_seqs, config.num_attention_heads, rows, config.head_dim)
+        grouped = query.view(shape.num_seqs, config.num_key_value_heads, group * rows, config.head_dim)
+        visible = torch.ones(rows, shape.context_len, dtype=torch.bool, device=self.device)
+        visible = visible.tril(shape.context_len - rows)
+        mask = None if rows == 1 else visible
+        grouped_mask = None if rows == 1 else visible.repeat(group, 1)
+        causal = rows == shape.context_len
 
-        def call() -> None:
+        def fused() -> None:
             for key, value in layers:
                 functional.scaled_dot_product_attention(
-                    query, key, value, attn_mask=mask, is_causal=whole_prompt, enable_gqa=True
+                    query, key, value, attn_mask=None if causal else mask, is_causal=causal, enable_gqa=True
                 )
 
-        return call
+        def fused_groups() -> None:
+            for key, value in layers:
+                functional.scaled_dot_product_attention(grouped, key, value, attn_mask=grouped_mask)
+
+        def products() -> None:
+            for key, value in layers:
+                scores = (grouped @ key.transpose(-1, -2)).float()
+                if grouped_mask is not None:
+                    scores.masked_fill_(~grouped_mask, -torch.inf)
+                scores.softmax(dim=-1).to(self.dtype) @ value
+
+        return [fused, fused_groups, products]
 
     def _rest(self, shape: StepShape) -> dict[str, Callable[[], None]]:
         """Norms, rotary embedding, activation, storing KV, the embedding and the choice of the next token."""

@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--methods", nargs="+", default=["plain", "ngram"], metavar="METHOD", help="plain, or a method")
-    parser.add_argument("--num-speculative-tokens", type=int, default=4)
+    parser.add_argument("--num-speculative-tokens", type=_draft_number, help="a number or auto; default: the method's")
     parser.add_argument("--draft-model", help="folder, hub id or .gguf file, for the method draft_model")
     parser.add_argument("--workloads", nargs="+", metavar="N-KIND", help="of 1, 8 and 32 streams, open and copy")
     parser.add_argument("--new-tokens", type=int, default=NUM_NEW_TOKENS)
@@ -54,6 +54,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def _draft_number(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
 def engine_fields(method: str, options: argparse.Namespace) -> dict[str, Any]:
     """EngineConfig of a method.
 
@@ -68,7 +72,9 @@ def engine_fields(method: str, options: argparse.Namespace) -> dict[str, Any]:
         "enable_prefix_caching": False,
     }
     if method != "plain":
-        speculative = {"method": method, "num_speculative_tokens": options.num_speculative_tokens}
+        speculative: dict[str, Any] = {"method": method}
+        if options.num_speculative_tokens is not None:
+            speculative["num_speculative_tokens"] = options.num_speculative_tokens
         if method == "draft_model":
             if options.draft_model is None:
                 raise ValueError("--methods names draft_model: say which model drafts with --draft-model")

@@ -102,7 +102,9 @@ def print_tables(methods: dict[str, dict[str, Any]], baseline: str) -> None:
     print(_throughput_table(cells, baseline))
     print(f"\n= {baseline}, = fp32: prompts whose tokens equal those of {baseline} and of the fp32 reference.\n")
     print(_step_table(cells))
-    print("\nMilliseconds a decode step. torch: the step's torch operators, each timed alone in the fastest of its forms, summed.\n")
+    print(
+        "\nMilliseconds a decode step. torch: the sum of its torch operators, each timed alone in its fastest form.\n"
+    )
     print(_method_table(methods))
     _print_verdict(methods, cells)
 

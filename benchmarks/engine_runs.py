@@ -12,6 +12,15 @@ from app.llm_engine import LLMEngine
 
 PHASES = ("schedule", "propose", "forward", "verify", "commit", "update")
 
+COUNTS = (
+    "num_steps",
+    "num_verifications",
+    "num_drafted",
+    "drafted_per_position",
+    "accepted_per_position",
+    *(f"{phase}_s" for phase in PHASES),
+)
+
 Stats = dict[str, Any]  # numbers, and lists of counts by position
 
 
@@ -28,7 +37,7 @@ class EngineRun:
     wall_s: float = 0.0
     decode_s: float = 0.0
     num_decode_tokens: int = 0
-    counts: Stats = field(default_factory=dict)  # differences of the engine's stats over the decode time
+    counts: Stats = field(default_factory=dict)  # COUNTS of the engine's stats, over the decode time
 
     @property
     def num_tokens(self) -> int:
@@ -121,11 +130,11 @@ class EngineRunner:
 
 def difference(after: Stats, before: Stats) -> Stats:
     """What was counted between two looks at an engine's stats; lists may have grown."""
-    return {name: _combine(value, before[name], -1) for name, value in after.items()}
+    return {name: _combine(after[name], before[name], -1) for name in COUNTS}
 
 
 def _sum(counts: Stats, others: Stats) -> Stats:
-    return {name: _combine(value, counts[name], 1) for name, value in others.items()} if counts else others
+    return {name: _combine(others[name], counts[name], 1) for name in COUNTS} if counts else others
 
 
 def _combine(value: Any, other: Any, sign: int) -> Any:

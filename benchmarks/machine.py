@@ -71,21 +71,19 @@ def _commit() -> str:
 def read_bandwidth(device: torch.device, num_repeats: int = 8, num_bytes: int = READ_BUFFER_BYTES) -> float:
     """Bytes a second at which all threads (or the GPU) read a buffer beyond the caches; the best of several passes."""
     buffer = torch.ones(num_bytes // 8, dtype=torch.int64, device=device)
-    seconds = best_time(lambda: buffer.amax(), device, num_repeats)
-    return buffer.nbytes / seconds
+    return buffer.nbytes / min(call_times(lambda: buffer.amax(), device, num_repeats))
 
 
-def best_time(call: Callable[[], object], device: torch.device, num_repeats: int) -> float:
-    """Seconds of the fastest of `num_repeats` calls, after one that is not counted."""
-    best = float("inf")
-    for repeat in range(num_repeats + 1):
+def call_times(call: Callable[[], object], device: torch.device, num_repeats: int) -> list[float]:
+    """Seconds of each of `num_repeats` calls, after one that is not counted."""
+    times = []
+    for _ in range(num_repeats + 1):
         start = time.perf_counter()
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        if repeat:
-            best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - start)
+    return times[1:]
 
 
 @dataclass(frozen=True)

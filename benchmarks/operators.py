@@ -1,13 +1,14 @@
 """The torch operators of a step, each timed alone: what the step may be measured against."""
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from benchmarks.machine import best_time
+from benchmarks.machine import call_times
 from models.model_config import ModelConfig
 
 
@@ -53,11 +54,13 @@ class TorchOperators:
         if shape not in self._times:
             with torch.inference_mode():
                 calls = {"linear": self._linear(shape), **self._rest(shape)}
-                times = {name: 1e3 * best_time(call, self.device, num_repeats) for name, call in calls.items()}
-                ways = [1e3 * best_time(call, self.device, num_repeats) for call in self._attention(shape)]
-                times["attention"] = min(ways)
+                times = {name: self._time_ms(call, num_repeats) for name, call in calls.items()}
+                times["attention"] = min(self._time_ms(call, num_repeats) for call in self._attention(shape))
             self._times[shape] = {**times, "total": sum(times.values())}
         return self._times[shape]
+
+    def _time_ms(self, call: Callable[[], None], num_repeats: int) -> float:
+        return 1e3 * statistics.median(call_times(call, self.device, num_repeats))
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)

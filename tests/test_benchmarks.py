@@ -15,7 +15,7 @@ import torch
 from app.engine.outputs import SequenceDelta
 from benchmarks import bench_engine, bench_serve
 from benchmarks.engine_report import count_equal
-from benchmarks.engine_runs import EngineRunner, difference
+from benchmarks.engine_runs import COUNTS, EngineRunner, difference
 from benchmarks.machine import process_tree, process_tree_memory, read_bandwidth
 from benchmarks.operators import StepShape, TorchOperators, decode_shape, step_weight_bytes
 from benchmarks.report import format_table, last_json, paired_ratio, quantile
@@ -94,8 +94,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self._requests: list[str] = []
         self._script = [{0: [1]}, {0: [2], 1: [3]}, {0: [4, 5, 6], 1: [7, 8]}]
-        self._stats = {"num_steps": 0, "num_verifications": 0, "drafted_per_position": [], "accepted_per_position": []}
-        self._stats |= {f"{phase}_s": 0.0 for phase in ("schedule", "propose", "forward", "verify", "commit", "update")}
+        self._stats = dict.fromkeys(COUNTS, 0) | {"drafted_per_position": [], "accepted_per_position": []}
 
     @property
     def has_work(self) -> bool:
@@ -131,9 +130,15 @@ def test_decode_figures_begin_with_the_last_streams_first_token():
 
 
 def test_difference_of_stats_follows_lists_that_grew():
-    after = {"num_steps": 7, "forward_s": 2.5, "accepted_per_position": [4, 2]}
-    before = {"num_steps": 3, "forward_s": 1.0, "accepted_per_position": [1]}
-    assert difference(after, before) == {"num_steps": 4, "forward_s": 1.5, "accepted_per_position": [3, 2]}
+    before = dict.fromkeys(COUNTS, 0) | {"num_steps": 3, "forward_s": 1.0, "kv_usage": 0.5}
+    before |= {"drafted_per_position": [], "accepted_per_position": [1]}
+    after = before | {"num_steps": 7, "forward_s": 2.5, "accepted_per_position": [4, 2], "kv_usage": 0.25}
+    counts = difference(after, before)
+    assert {name: count for name, count in counts.items() if count} == {
+        "num_steps": 4,
+        "forward_s": 1.5,
+        "accepted_per_position": [3, 2],
+    }
 
 
 def test_memory_covers_descendants():

@@ -162,7 +162,7 @@ class AppConfig(EngineConfig):
     def check_user_config(self, user_config: UserConfig) -> None:
         """Raises ValueError for a draft length that this engine is not built for."""
         num = user_config.num_speculative_tokens
-        limit = self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+        limit = self.speculative_config.draft_limit if self.speculative_config else 0
         if num is not None and num > limit:
             raise ValueError(
                 f"user_config.num_speculative_tokens is {num}: use at most {limit}, "

@@ -11,6 +11,10 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult: ...
 
+    def stats(self) -> dict[str, float]:
+        """What rank 0 knows beyond the results of steps: the controller's totals."""
+        ...
+
     def shutdown(self) -> None: ...
 
 
@@ -22,6 +26,9 @@ class LocalExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.worker.speculative_step(plan)
+
+    def stats(self) -> dict[str, float]:
+        return self.worker.stats()
 
     def shutdown(self) -> None:
         """Nothing outlives this process."""

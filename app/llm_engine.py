@@ -86,7 +86,7 @@ class LLMEngine:
         speculative = self.config.speculative_config
         self.executor = executor
         self.tokenizer = loaded.tokenizer
-        self.draft_length = FixedDraftLength(speculative.num_speculative_tokens if speculative else 0)
+        self.draft_length = FixedDraftLength(speculative.draft_limit if speculative else 0)
         self.block_manager = BlockManager(
             loaded.num_blocks, self.config.block_size, enable_prefix_caching=self.config.enable_prefix_caching
         )
@@ -201,6 +201,7 @@ class LLMEngine:
             "drafted_per_position": list(speculation.drafted_per_position),
             "acceptance_rate": speculation.acceptance_rate,
             "mean_acceptance_length": speculation.mean_acceptance_length,
+            **self.executor.stats(),
         }
 
     def set_num_speculative_tokens(self, num: int) -> None:
@@ -209,7 +210,7 @@ class LLMEngine:
         Raises ValueError above the number that the engine was built for.
         """
         speculative = self.config.speculative_config
-        limit = speculative.num_speculative_tokens if speculative else 0
+        limit = speculative.draft_limit if speculative else 0
         if not 0 <= num <= limit:
             raise ValueError(f"num_speculative_tokens is {num}: use 0 to {limit}, the number of speculative_config")
         self.draft_length.num_speculative_tokens = num

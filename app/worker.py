@@ -13,6 +13,7 @@ from app.engine.logprobs import token_logprobs
 from app.engine.model_runner import ModelOutput, ModelRunner
 from app.engine.plan import SequenceResult, StepPlan, StepResult, StepTimings, TokenLogprobs
 from app.engine.sequence_state import SequenceState
+from app.speculative.controller import DraftLengthController
 from app.speculative.proposer import Drafts, Proposer, Verdict
 from app.speculative.verifier import Verifier
 
@@ -31,6 +32,7 @@ class Worker:
         model_runner: ModelRunner,
         verifier: Verifier,
         proposer: Proposer | None,
+        controller: DraftLengthController | None,  # None: the plan's draft lengths stand
         vocab_size: int,
         device: torch.device,
     ) -> None:
@@ -39,6 +41,7 @@ class Worker:
         self.model_runner = model_runner
         self.verifier = verifier
         self.proposer = proposer
+        self.controller = controller
         self.device = device
         self._fault_logged = False
 
@@ -58,14 +61,28 @@ class Worker:
         drafter_fault = self._observe(batch, output, verdict) or drafter_fault
         clock.lap("commit_s")
         clock.timings.num_rows = batch.num_tokens
+        if self.controller is not None:
+            self.controller.observe(batch, verdict, clock.timings)
         return StepResult(plan.step_id, results, clock.timings, drafter_fault)
+
+    def stats(self) -> dict[str, float]:
+        """The controller's totals and gains; empty where draft lengths are fixed."""
+        if self.controller is None:
+            return {}
+        totals = self.controller.totals
+        gains = {"predicted_gain": totals.predicted_gain, "measured_gain": totals.measured_gain}
+        return {f"controller_{name}": value for name, value in {**vars(totals), **gains}.items()}
 
     def _propose(self, plan: StepPlan) -> tuple[Drafts, str | None]:
         if self.proposer is None:
             return Drafts.none(len(plan.scheduled)), None
         try:
+            if self.controller is not None:
+                plan = self.controller.plan(self.state, plan)
             drafts = self.proposer.propose(self.state, plan)
             self._check(drafts, plan)
+            if self.controller is not None:
+                drafts = self.controller.cut(self.state, plan, drafts)
             return drafts, None
         except Exception:
             return Drafts.none(len(plan.scheduled)), self._drafter_fault()

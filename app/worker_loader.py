@@ -9,10 +9,13 @@ from transformers import PreTrainedTokenizerFast
 from app.engine.kv_cache import KVCache, block_bytes
 from app.engine.kv_sizing import StepShape, available_memory, plan_num_blocks
 from app.engine.logits_processor import LogitsProcessor
+from app.engine.model_runner import CausalLM as Network
 from app.engine.model_runner import ModelRunner
 from app.engine.sampler import Sampler
 from app.engine.sequence_state import SequenceState
 from app.engine_config import EngineConfig
+from app.speculative.controller import DraftLengthController, calibrate
+from app.speculative.cost_model import CostModel
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
 from app.speculative.registry import load_proposer
 from app.speculative.verifier import Verifier
@@ -28,6 +31,7 @@ from models.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_MODEL_LEN = 8192
+CALIBRATED_ROWS = 128  # larger passes cost in proportion
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -96,16 +100,45 @@ def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedMod
                 device,
             )
         )
+    controller = None
+    speculative = config.speculative_config
+    if loaded_proposer is not None and speculative is not None and speculative.num_speculative_tokens == "auto":
+        controller = load_controller(config, model, loaded_proposer, pool, device)
     worker = Worker(
         state,
         ModelRunner(model, pool.layers[: len(target_specs)]),
         Verifier(sampler, verification),
         proposer,
+        controller,
         model_config.vocab_size,
         device,
     )
     return worker, LoadedModel(
         tokenizer, model_config.eos_token_ids, model_config.vocab_size, max_model_len, num_blocks, weight_bytes(model)
+    )
+
+
+def load_controller(
+    config: EngineConfig, model: CausalLM, proposer: LoadedProposer, pool: KVCache, device: torch.device
+) -> DraftLengthController:
+    """Times passes of the target, and of the drafter if there is one, to start the controller's cost models."""
+    assert config.speculative_config is not None
+    num_layers = len(model.kv_specs())
+
+    def cost(network: Network, kv_layers: list[tuple[torch.Tensor, ...]], most_rows: int) -> CostModel:
+        rows = [2**power for power in range(most_rows.bit_length()) if 2**power <= most_rows]
+        return calibrate(ModelRunner(network, kv_layers).time_pass, rows)
+
+    most_rows = min(config.max_num_batched_tokens, CALIBRATED_ROWS)
+    draft_cost = None
+    if proposer.drafter is not None:
+        draft_cost = cost(proposer.drafter, pool.layers[num_layers:], min(most_rows, max(config.max_num_seqs, 2)))
+    return DraftLengthController(
+        config.max_num_seqs,
+        config.speculative_config.draft_limit,
+        cost(model, pool.layers[:num_layers], max(most_rows, 2)),
+        draft_cost,
+        proposer.states_acceptance,
     )
 
 
@@ -153,7 +186,7 @@ def step_shape(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
-        num_speculative_tokens=speculative.num_speculative_tokens if speculative is not None else 0,
+        num_speculative_tokens=speculative.draft_limit if speculative is not None else 0,
         vocab_size=model_config.vocab_size,
         hidden_size=model_config.hidden_size,
         soft_drafts=proposer is not None and proposer.soft_drafts,

@@ -65,7 +65,7 @@ WRONG_ARGS = {
     "misspelt": ({"max_seqs": 3}, "args.max_seqs is 3: unknown field; did you mean max_num_seqs?"),
     "method": (
         {"speculative_config": {"method": "telepathy"}},
-        "args.speculative_config.method is 'telepathy': use one of 'ngram'",
+        "args.speculative_config.method is 'telepathy': use one of 'suffix'",
     ),
     "no_method": ({"speculative_config": {"min_n": 2}}, "args.speculative_config.method: missing"),
     "method_field": (

@@ -34,6 +34,7 @@ PROMPTS = make_prompts()
 def speculative_config(method: str, tiny_checkpoint, architecture: str) -> dict | None:
     """A configuration of each registered method on `architecture`; a new method must add itself here."""
     configs = {
+        "suffix": {},
         "ngram": {"min_n": 1, "max_n": 3},
         "draft_model": {"model": str(tiny_checkpoint(architecture, num_hidden_layers=1))},
         "perfect_draft_model": {"method": "draft_model", "model": str(tiny_checkpoint(architecture))},
@@ -156,6 +157,15 @@ def test_arbitrary_drafts_never_change_greedy_text(seed, plain, tiny_checkpoint)
     assert run(engine, GREEDY) == plain("llama")
     stats = engine.stats()
     assert 0 < stats["num_accepted"] < stats["num_drafted"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_controller_never_changes_greedy_text(method, plain, tiny_checkpoint):
+    speculative = speculative_config(method, tiny_checkpoint, "llama") | {"num_speculative_tokens": "auto"}
+    for scenario in ("batch", "chunked"):
+        engine = make_engine(tiny_checkpoint("llama"), speculative, **SCENARIOS[scenario])
+        assert run(engine, GREEDY) == plain("llama")
+        assert engine.stats()["controller_num_decisions"] > 0
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,5 +1,6 @@
 """Runs a batch through a model and its KV layers."""
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +42,25 @@ class ModelRunner:
     def forward(self, batch: Batch) -> ModelOutput:
         hidden_states = self.model(batch.token_ids, batch.positions, self.kv_layers, batch.attention)
         return ModelOutput(hidden_states, self.logits(hidden_states, batch.logits_rows))
+
+    @torch.inference_mode()
+    def time_pass(self, num_rows: int) -> float:
+        """Seconds of a pass over so many sequences of one token each, logits included; nothing is stored."""
+        device = self.kv_layers[0][0].device
+        rows = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        attention = AttentionMetadata(
+            cu_seqlens_q=rows,
+            context_lens=torch.ones(num_rows, dtype=torch.int32, device=device),
+            block_tables=torch.zeros((num_rows, 1), dtype=torch.int32, device=device),
+            slot_mapping=torch.full((num_rows,), -1, dtype=torch.int64, device=device),
+            max_seqlen_q=1,
+            max_context_len=1,
+        )
+        zeros = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        start = time.perf_counter()
+        logits = self.model.compute_logits(self.model(zeros, zeros, self.kv_layers, attention))
+        logits[:, 0].cpu()  # waits for the device
+        return time.perf_counter() - start
 
     @torch.inference_mode()
     def logits(

@@ -96,9 +96,7 @@ class TargetReplica:
         if speculative is None:
             return
         num = parsed.num_speculative_tokens
-        await self._running_engine.set_num_speculative_tokens(
-            speculative.num_speculative_tokens if num is None else num
-        )
+        await self._running_engine.set_num_speculative_tokens(speculative.draft_limit if num is None else num)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[StreamItem, None]:
         """Each step's deltas; `Refused` in place of what cannot follow."""

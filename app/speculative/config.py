@@ -1,21 +1,47 @@
 """Configurations of the proposers, told apart by `method`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 VerificationMode = Literal["auto", "rejection", "coupled"]
+DraftCount = Annotated[int, Field(ge=1, le=32)]
 
 
 class _MethodConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    num_speculative_tokens: int = Field(4, ge=1, le=32, description="Drafts a sequence and step, at most.")
+    num_speculative_tokens: DraftCount | Literal["auto"] = Field(
+        "auto",
+        description="Drafts a sequence and step. auto: as many as pay in each step, none where none do.",
+    )
+    max_num_speculative_tokens: DraftCount = Field(8, description="The most that auto may choose.")
     verification: VerificationMode = Field(
         "auto",
         description="rejection keeps more soft drafts; coupled makes the text depend on the seed alone; "
         "auto verifies requests that carry a seed coupled, all others by rejection.",
     )
+
+    @property
+    def draft_limit(self) -> int:
+        """Drafts a sequence and step, at most: what sizes are chosen for."""
+        number = self.num_speculative_tokens
+        return self.max_num_speculative_tokens if number == "auto" else number
+
+    @model_validator(mode="after")
+    def _one_number(self) -> Self:
+        if self.num_speculative_tokens != "auto" and "max_num_speculative_tokens" in self.model_fields_set:
+            raise ValueError(
+                f"max_num_speculative_tokens is {self.max_num_speculative_tokens}, which means nothing beside "
+                f"num_speculative_tokens {self.num_speculative_tokens}: leave it out, or set the latter to auto"
+            )
+        return self
+
+
+class SuffixConfig(_MethodConfig):
+    """Suffix decoding: what followed the longest earlier occurrence of the ending, as far as likely."""
+
+    method: Literal["suffix"]
 
 
 class NgramConfig(_MethodConfig):
@@ -39,4 +65,4 @@ class DraftModelConfig(_MethodConfig):
     model: str = Field(description="Folder, hub id or .gguf file of the draft model.")
 
 
-SpeculativeConfig = Annotated[NgramConfig | DraftModelConfig, Field(discriminator="method")]
+SpeculativeConfig = Annotated[SuffixConfig | NgramConfig | DraftModelConfig, Field(discriminator="method")]

@@ -160,7 +160,10 @@ def load(config: DraftModelConfig, target: TargetContext) -> LoadedProposer:
     extend_positions(model, target.max_model_len)
     vocab_sizes = (model.config.vocab_size, target.model_config.vocab_size)
     return LoadedProposer(
-        model.kv_specs(), lambda context: DraftModelProposer(model, *vocab_sizes, context), soft_drafts=True
+        model.kv_specs(),
+        lambda context: DraftModelProposer(model, *vocab_sizes, context),
+        soft_drafts=True,
+        drafter=model,
     )
 
 

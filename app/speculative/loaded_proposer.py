@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from app.engine.model_runner import CausalLM
 from app.engine.sampler import Sampler
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import VerificationMode
@@ -46,3 +47,5 @@ class LoadedProposer:
     kv_specs: list[LayerKVSpec]
     build: Callable[[ProposerContext], Proposer]
     soft_drafts: bool  # it may hand out a distribution a draft
+    states_acceptance: bool = False  # its drafts say how likely each is to be kept
+    drafter: CausalLM | None = None  # what a pass of costs; None: drafting is as good as free

@@ -18,6 +18,7 @@ class Drafts:
     token_ids: np.ndarray  # [num_seqs, k] int64; entries past num_tokens are not read
     num_tokens: np.ndarray  # [num_seqs] int64: 0 <= num_tokens <= the plan's num_draft_tokens
     probs: torch.Tensor | None = None  # [num_seqs, k, vocab_size] fp32 the drafts were drawn from; None: one-hot
+    acceptance: np.ndarray | None = None  # [num_seqs, k] fp64: probability that each is kept, given all before it
 
     @staticmethod
     def none(num_seqs: int) -> "Drafts":

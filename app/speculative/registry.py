@@ -3,11 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from app.speculative import draft_model, ngram
+from app.speculative import draft_model, ngram, suffix_proposer
 from app.speculative.config import SpeculativeConfig
 from app.speculative.loaded_proposer import LoadedProposer, TargetContext
 
 PROPOSERS: dict[str, Callable[[Any, TargetContext], LoadedProposer]] = {
+    "suffix": suffix_proposer.load,
     "ngram": ngram.load,
     "draft_model": draft_model.load,
 }

@@ -1,0 +1,225 @@
+"""The controller on scripted costs and acceptances: best draft length found, changes followed, little ever lost."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from app.engine.plan import AdmittedSequence, ScheduledSequence, StepPlan, StepTimings
+from app.engine.sampling_params import SamplingParams
+from app.engine.sequence_state import SequenceState
+from app.speculative.controller import DraftLengthController, calibrate
+from app.speculative.cost_model import CostModel
+from app.speculative.draft_choice import choose_draft_lengths
+from app.speculative.proposer import Drafts, Verdict
+
+MAX_K = 8
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+def memory_bound(rows: int) -> float:
+    """10 ms whatever the rows, then 1 ms a row: a small model on a laptop."""
+    return 0.010 + 0.001 * max(rows - 8, 0)
+
+
+def compute_bound(rows: int) -> float:
+    return 0.002 + 0.002 * rows
+
+
+@dataclass
+class Machine:
+    """A scripted target and drafter: what passes cost, and which drafts are kept."""
+
+    target: Callable[[int], float]
+    drafter: Callable[[int], float] | None
+    acceptance: np.ndarray  # [k] conditional
+    num_seqs: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng(self.seed)
+        self.state = SequenceState(self.num_seqs, 1 << 15, 1 << 15)
+        self.seconds = 0.0
+        self.tokens = 0
+
+    def admit(self) -> list[AdmittedSequence]:
+        return [AdmittedSequence(slot, [5], 1, 0, [slot], SamplingParams(), 0, ()) for slot in range(self.num_seqs)]
+
+    def step(self, controller: DraftLengthController | None, fixed_k: int, first: bool) -> None:
+        scheduled = [ScheduledSequence(slot, 1, fixed_k, []) for slot in range(self.num_seqs)]
+        plan = StepPlan(0, scheduled, self.admit() if first else [])
+        self.state.apply(plan)
+        if controller is not None:
+            plan = controller.plan(self.state, plan)
+        lengths = np.array([s.num_draft_tokens for s in plan.scheduled])
+        token_ids = np.zeros((self.num_seqs, int(lengths.max(initial=0))), dtype=np.int64)
+        drafts = Drafts(token_ids, lengths)
+        propose_s = 0.0
+        if self.drafter is not None:
+            propose_s = sum(self.drafter(int((lengths > depth).sum())) for depth in range(int(lengths.max(initial=0))))
+        else:
+            drafts = Drafts(
+                token_ids, lengths, acceptance=np.tile(self.acceptance[: token_ids.shape[1]], (self.num_seqs, 1))
+            )
+            if controller is not None:
+                drafts = controller.cut(self.state, plan, drafts)
+        kept = np.cumprod(self.rng.random((self.num_seqs, MAX_K)) < self.acceptance, axis=1).sum(axis=1)
+        accepted = np.minimum(kept, drafts.num_tokens)
+        rows = self.num_seqs + int(drafts.num_tokens.sum())
+        timings = StepTimings(propose_s=propose_s, forward_s=self.target(rows))
+        self.seconds += propose_s + timings.forward_s
+        self.tokens += self.num_seqs + int(accepted.sum())
+        if controller is not None:
+            batch = _Batch(np.arange(self.num_seqs), drafts.num_tokens, rows)
+            verdict = Verdict(
+                np.zeros((self.num_seqs, MAX_K + 1)), accepted + 1, accepted, np.zeros(self.num_seqs, bool)
+            )
+            controller.observe(batch, verdict, timings)
+        for slot in range(self.num_seqs):
+            self.state.commit(slot, 1, np.full(accepted[slot] + 1, 5))
+
+    def run(self, num_steps: int, controller: DraftLengthController | None = None, fixed_k: int = MAX_K) -> float:
+        """Tokens per second of so many steps more."""
+        seconds, tokens = self.seconds, self.tokens
+        for _ in range(num_steps):
+            self.step(controller, fixed_k, first=self.seconds == 0.0)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """What the controller reads of a batch."""
+
+    slots: np.ndarray
+    num_draft_tokens: np.ndarray
+    num_tokens: int
+
+
+def cost(function: Callable[[int], float]) -> CostModel:
+    return CostModel(ROWS, [function(rows) for rows in ROWS])
+
+
+def controller_of(machine: Machine) -> DraftLengthController:
+    drafter = None if machine.drafter is None else cost(machine.drafter)
+    return DraftLengthController(machine.num_seqs, MAX_K, cost(machine.target), drafter, drafter is None)
+
+
+def expected_rate(machine: Machine, k: int) -> float:
+    """Tokens per second of a fixed draft length, exactly."""
+    tokens = machine.num_seqs * (1 + np.cumprod(machine.acceptance)[:k].sum())
+    seconds = machine.target(machine.num_seqs * (1 + k))
+    if machine.drafter is not None:
+        seconds += k * machine.drafter(machine.num_seqs)
+    return tokens / seconds
+
+
+MACHINES = {
+    "one stream, good draft model": (memory_bound, lambda rows: 0.002, 0.8, 1),
+    "one stream, bad draft model": (memory_bound, lambda rows: 0.006, 0.3, 1),
+    "eight streams, good draft model": (memory_bound, lambda rows: 0.002, 0.8, 8),
+    "compute-bound, fair draft model": (compute_bound, lambda rows: 0.001, 0.6, 4),
+    "lookup, one stream": (memory_bound, None, 0.7, 1),
+    "lookup, compute-bound": (compute_bound, None, 0.5, 8),
+    "lookup, hopeless": (compute_bound, None, 0.05, 8),
+}
+
+
+def machine(name: str, seed: int = 0) -> Machine:
+    target, drafter, acceptance, num_seqs = MACHINES[name]
+    return Machine(target, drafter, np.full(MAX_K, acceptance), num_seqs, seed)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_it_converges_to_the_best_fixed_length(name):
+    scripted = machine(name)
+    controller = controller_of(scripted)
+    scripted.run(200, controller)
+    num_steps = 3000
+    rate = scripted.run(num_steps, controller)
+    best = max(range(MAX_K + 1), key=lambda k: expected_rate(scripted, k))
+    fixed = machine(name, seed=0)
+    fixed.run(200, fixed_k=best)
+    # The same draws for both, so that chance does not blur one per cent.
+    assert rate >= 0.99 * fixed.run(num_steps, fixed_k=best)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_it_never_sits_more_than_two_per_cent_below_plain_decoding(name):
+    scripted = machine(name)
+    controller = controller_of(scripted)
+    scripted.run(100, controller)
+    assert scripted.run(1000, controller) >= 0.98 * expected_rate(scripted, 0)
+
+
+def test_a_losing_draft_model_is_off_within_a_second():
+    scripted = machine("one stream, bad draft model")
+    controller = controller_of(scripted)
+    while scripted.seconds < 1.0:
+        scripted.run(1, controller)
+    drafted = controller.totals.num_decisions - controller.totals.num_plain
+    scripted.run(300, controller)
+    assert controller.totals.num_decisions - controller.totals.num_plain <= drafted + 3
+    assert controller.totals.num_explorations > 0, "it must go on looking for drafts that begin to pay"
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.1, 0.85), (0.85, 0.1)])
+def test_it_follows_a_change_of_text(before, after):
+    """Within 50 steps where drafts are judged; what was off comes back by exploration, at most 1% of the time."""
+    scripted = machine("one stream, good draft model")
+    controller = controller_of(scripted)
+    scripted.acceptance = np.full(MAX_K, before)
+    scripted.run(400, controller)
+    scripted.acceptance = np.full(MAX_K, after)
+    scripted.run(50, controller)
+    best = max(expected_rate(scripted, k) for k in range(MAX_K + 1))
+    rate = scripted.run(400, controller)
+    assert rate >= 0.93 * best
+
+
+def test_a_cost_model_follows_the_machine():
+    model = cost(memory_bound)
+    for _ in range(200):
+        for rows in (1, 8, 16, 40):
+            model.observe(rows, 2 * memory_bound(rows))
+    for rows in (1, 8, 16, 40):
+        assert float(model.seconds(rows)) == pytest.approx(2 * memory_bound(rows), rel=0.1)
+
+
+def test_one_hiccup_does_not_change_what_is_believed():
+    model = cost(memory_bound)
+    model.observe(8, 10.0)
+    assert float(model.seconds(8)) < 1.1 * memory_bound(8)
+
+
+def test_costs_never_fall_with_rows():
+    rng = np.random.default_rng(0)
+    model = CostModel([1, 8, 64], [0.01, 0.02, 0.05])
+    for _ in range(500):
+        model.observe(int(rng.integers(1, 300)), float(rng.random() * 0.1))
+    assert (np.diff(model.seconds(np.arange(1, 400))) >= -1e-12).all()
+
+
+def test_calibration_takes_the_fastest_repeat():
+    seconds = iter([0.3, 0.1, 0.2, 0.9, 0.4, 0.5])
+    model = calibrate(lambda num_rows: next(seconds), [1, 4])
+    assert float(model.seconds(1)) == pytest.approx(0.1)
+    assert float(model.seconds(4)) == pytest.approx(0.4)
+
+
+def test_drafts_go_where_they_are_kept():
+    """One sequence repeats itself, the other does not: on a compute-bound machine only the first drafts."""
+    acceptance = np.array([[0.95] * 4, [0.2] * 4])
+    decision = choose_draft_lengths(acceptance, np.array([4, 4]), 0, cost(compute_bound), None)
+    assert decision.num_tokens[0] == 4
+    assert decision.num_tokens[1] == 0
+    assert decision.predicted_rate > decision.plain_rate
+
+
+def test_rows_of_a_prompt_chunk_make_drafts_dearer():
+    """Eight rows are free on this machine while nothing else runs; beside a chunk every row costs."""
+    acceptance, limits = np.full((1, 4), 0.08), np.array([4])
+    alone = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), None)
+    beside = choose_draft_lengths(acceptance, limits, 100, cost(memory_bound), None)
+    assert alone.num_tokens[0] > 0
+    assert beside.num_tokens[0] == 0

@@ -224,7 +224,7 @@ def test_nan_logits_end_their_request_alone(make_engine):
     ("fields", "message"),
     [
         ({"max_model_len": 100_000}, "max_model_len is 100000"),
-        ({"kv_cache_memory": 1000}, "lower max_model_len to"),
+        ({"kv_cache_memory": 1000}, "raise kv_cache_memory"),
         ({"kv_cache_memory": 10**15}, "are free: lower it"),
         ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_batched_tokens is 8"),
         ({"model": "/no/such/folder"}, "/no/such/folder"),

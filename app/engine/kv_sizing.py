@@ -54,9 +54,11 @@ def plan_num_blocks(
     num_blocks = max(room, 0) // block_bytes
     if num_blocks * block_size < shape.max_model_len:
         needed = -(-shape.max_model_len // block_size) * block_bytes
+        remedy = f"lower max_model_len to {num_blocks * block_size}" if num_blocks else "free memory"
+        if kv_cache_memory is not None:
+            remedy = f"raise kv_cache_memory or {remedy}" if num_blocks else "raise kv_cache_memory"
         raise ValueError(
-            f"one sequence of max_model_len {shape.max_model_len} needs {_mib(needed)} of KV ({source}): "
-            f"lower max_model_len to {num_blocks * block_size} or raise kv_cache_memory"
+            f"max_model_len is {shape.max_model_len}, which needs {_mib(needed)} of KV a sequence ({source}): {remedy}"
         )
     return num_blocks
 

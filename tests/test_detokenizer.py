@@ -128,6 +128,21 @@ def test_a_decoder_that_rewrites_earlier_text_costs_no_token_and_no_exception():
     assert Detokenizer(tokenizer, [], True).push([0, 1, 2, 0, 1, 2]) == ["a", "b", "c", "a", "b", "c"]
 
 
+def test_a_token_without_text_does_not_part_two_words():
+    hello, world = (BYTE_FALLBACK.convert_tokens_to_ids(token) for token in ("▁hello", "▁world"))
+    outside = len(BYTE_FALLBACK) + 5  # a model's vocabulary is often padded beyond the tokenizer's
+    for quiet in (outside, EOS):
+        assert "".join(stream(make_detokenizer([hello], BYTE_FALLBACK), [[quiet], [world]])) == " world"
+
+
+@pytest.mark.parametrize("num_before", range(20))
+def test_a_long_run_of_broken_characters_is_told_one_by_one(num_before):
+    """The window that is held moves on: no replacement character gets lost or told twice at its edge."""
+    lead, *rest = byte_ids(EMOJI)
+    token_ids = rest[:1] * num_before + [lead, *rest[:2]] * 3 + [lead, *rest, rest[0]]
+    assert "".join(stream(make_detokenizer(), [token_ids])) == BYTE_LEVEL.decode(token_ids)
+
+
 class CountingDetokenizer(Detokenizer):
     num_decoded = 0
 
@@ -136,10 +151,11 @@ class CountingDetokenizer(Detokenizer):
         return super()._decode(token_ids)
 
 
+@pytest.mark.parametrize("first", [[], byte_ids(EMOJI)[:2]])
 @pytest.mark.parametrize("token_id", [byte_ids(EMOJI)[0], byte_ids(EMOJI)[1], EOS])
-def test_work_stays_in_proportion_to_the_tokens(token_id):
+def test_work_stays_in_proportion_to_the_tokens(token_id, first):
     """Of 2000 tokens that never make a character, or have no text at all, only the last few are held."""
     detokenizer = CountingDetokenizer(BYTE_LEVEL.backend_tokenizer, byte_ids("p"), True)
-    texts = stream(detokenizer, [[token_id] * 2000])
-    assert "".join(texts) == BYTE_LEVEL.decode([token_id] * 2000, skip_special_tokens=True)
+    token_ids = first + [token_id] * 2000
+    assert "".join(stream(detokenizer, [token_ids])) == BYTE_LEVEL.decode(token_ids, skip_special_tokens=True)
     assert detokenizer.num_decoded < 2000 * 60

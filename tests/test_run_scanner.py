@@ -145,6 +145,18 @@ def test_a_stop_string_before_min_tokens_is_text(sizes):
         assert (result.stop_reason == "XY") == (min_tokens < 7)
 
 
+def test_a_stop_string_that_came_too_early_does_not_stop_later():
+    scanner = make_scanner(stop=["X", "XYZ"], min_tokens=2)
+    assert scan_all(scanner, [byte_ids("X"), byte_ids("abX")]).text == "Xab"
+
+
+def test_a_stop_string_that_the_end_completes_stops():
+    result = scan_all(make_scanner(stop=["\ufffd"], max_tokens=3), [byte_ids("aé")[:2], byte_ids("b")])
+    assert (result.text, result.stop_reason) == ("a", "\ufffd")
+    at_the_end = scan_all(make_scanner(stop=["\ufffd"], max_tokens=2), [byte_ids("aé")])
+    assert (at_the_end.text, at_the_end.finish_reason, len(at_the_end.token_ids)) == ("a", "stop", 2)
+
+
 def test_nothing_of_a_stop_string_leaves_before_it_is_decided():
     scanner = make_scanner(stop=["STOP", "TOPAZ"])
     texts = [scanner.scan([token_id]).text for token_id in byte_ids("a STOXSTO")]

@@ -121,12 +121,13 @@ def test_the_request_may_ask_for_fewer_drafts_and_never_gets_more():
     assert [len(sequence.stats.drafted_per_position) for sequence in sequences] == [3, 0, 1, 3, 3]
 
 
-def test_a_prompt_gets_no_drafts_in_any_of_its_chunks():
-    engine = ScriptedEngine(max_num_batched_tokens=10, k=4, draft=uneven_drafts)
-    engine.add(list(range(1, 36)))
+@pytest.mark.parametrize(("length", "chunks"), [(35, [10, 10, 10, 5]), (21, [10, 10, 1]), (10, [10]), (1, [1])])
+def test_a_prompt_gets_no_drafts_in_any_of_its_chunks(length, chunks):
+    engine = ScriptedEngine(max_num_batched_tokens=10, k=4)
+    engine.add(list(range(1, length + 1)))
     engine.run()
-    chunks = [(s.num_new_tokens, s.num_draft_tokens) for plan in engine.plans[:4] for s in plan.scheduled]
-    assert chunks == [(10, 0), (10, 0), (10, 0), (5, 0)]
+    shares = [(s.num_new_tokens, s.num_draft_tokens) for plan in engine.plans for s in plan.scheduled]
+    assert shares[: len(chunks) + 1] == [*((num, 0) for num in chunks), (1, 4)]
 
 
 def test_an_abort_frees_blocks_at_once_and_the_slot_in_the_next_plan():

@@ -109,11 +109,11 @@ class Scheduler:
         assert self._in_flight is None, "the result of the last plan is still due"
         if not self.has_work:
             return None
-        preempted = self._grow_running()
+        self._grow_running()
         released_slots, self._released_slots = self._released_slots, []
         for slot in released_slots:
             heapq.heappush(self._free_slots, slot)
-        may_admit = bool(self._waiting and self._free_slots and not preempted)
+        may_admit = bool(self._waiting and self._free_slots)
 
         decoding = [s for s in self._running if s.is_decoding]
         prefilling = [s for s in self._running if not s.is_decoding]
@@ -157,9 +157,8 @@ class Scheduler:
         the last known token, and one more token, the target's, always has room behind them.
         """
         num_known = sequence.num_tokens - sequence.num_computed_tokens
-        num_new_tokens = min(num_known, num_rows)
-        if num_new_tokens < num_known:
-            return num_new_tokens, 0
+        if num_rows <= num_known:
+            return num_rows, 0
         num_drafts = min(
             self._num_draft_tokens(sequence),
             num_rows - num_known,
@@ -169,7 +168,7 @@ class Scheduler:
         num_asked = sequence.sampling_params.num_speculative_tokens
         if num_asked is not None:
             num_drafts = min(num_drafts, num_asked)
-        return num_new_tokens, max(num_drafts, 0)
+        return num_known, max(num_drafts, 0)
 
     def _schedule(self, sequence: Sequence, num_rows: int) -> ScheduledSequence:
         num_new_tokens, num_drafts = self._step_tokens(sequence, num_rows)
@@ -186,17 +185,11 @@ class Scheduler:
         """Without drafts: they would take rows from other prompts, and their drafter's time from the first token."""
         return self._schedule(sequence, min(num_rows, sequence.num_tokens - sequence.num_computed_tokens))
 
-    def _grow_running(self) -> bool:
-        """Gives running sequences blocks for all known tokens; True where one had to give way.
-
-        From the oldest on, so that whoever gives way has not been served yet.
-        """
-        preempted = False
+    def _grow_running(self) -> None:
+        """Gives running sequences blocks for all known tokens, from the oldest on; the youngest give way."""
         for sequence in list(self._running):
             while sequence in self._running and not self.block_manager.append(sequence, sequence.num_tokens):
                 self._preempt(next(reversed(self._running)))
-                preempted = True
-        return preempted
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence]
@@ -296,4 +289,3 @@ class Scheduler:
         self.block_manager.free(sequence)
         self._released_slots.append(sequence.slot)
         sequence.slot = None
-        sequence.num_sent_blocks = 0

@@ -121,6 +121,8 @@ class ScriptedEngine:
                 assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= sequence.max_num_tokens
             else:
                 assert sequence.block_ids == []
+        arrivals = [s.status.name for s in self.sequences if not s.is_finished]
+        assert arrivals == sorted(arrivals), "RUNNING before WAITING: first come, first served"
 
     def output(self, sequence: Sequence) -> list[int]:
         """The ids that were delivered."""

@@ -7,7 +7,7 @@ from kernels import flash_attention
 from kernels import paged_attention as triton_attention
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import Weight
-from kernels.reference import embedding, pack_weight
+from kernels.reference import batched_linear, embedding, grouped_linear, latent_attention, pack_weight, store_latent
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_embedding import rotary_embedding
 from kernels.silu_and_mul import silu_and_mul
@@ -15,7 +15,10 @@ from kernels.store_kv import store_kv
 
 __all__ = [
     "add_rms_norm",
+    "batched_linear",
     "embedding",
+    "grouped_linear",
+    "latent_attention",
     "linear",
     "pack_weight",
     "paged_attention",
@@ -23,6 +26,7 @@ __all__ = [
     "rotary_embedding",
     "silu_and_mul",
     "store_kv",
+    "store_latent",
 ]
 
 

@@ -15,7 +15,7 @@ import torch
 from kernels import reference
 from kernels.cpu import ops as cpu_ops
 from kernels.metadata import AttentionMetadata
-from kernels.packed_weight import Weight
+from kernels.packed_weight import PackedWeight, Weight
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +90,27 @@ def paged_attention(
     return _backend(query).paged_attention(query, key_cache, value_cache, metadata, scale, sliding_window)
 
 
+def store_latent(
+    latent: torch.Tensor,  # [T, D]
+    latent_cache: torch.Tensor,  # [num_blocks, block_size, D]
+    slot_mapping: torch.Tensor,  # [T] int64; -1 = not stored
+) -> None:
+    _backend(latent).store_latent(latent, latent_cache, slot_mapping)
+
+
+def latent_attention(
+    query: torch.Tensor,  # [T, num_heads, D]
+    latent_cache: torch.Tensor,  # [num_blocks, block_size, D]
+    metadata: AttentionMetadata,
+    scale: float,
+    value_dim: int,
+) -> torch.Tensor:  # [T, num_heads, value_dim]
+    """Attention of all heads to one latent a token, whose first `value_dim` entries are also its value."""
+    return _backend(query).latent_attention(query, latent_cache, metadata, scale, value_dim)
+
+
 def pack_weight(
-    weight: torch.Tensor,  # [N, K]
+    weight: torch.Tensor,  # [N, K], or [G, N, K] for `grouped_linear` and `batched_linear`
 ) -> Weight:
     """The weight in the layout that `linear` reads fastest; the caller drops its own reference."""
     return _backend(weight).pack_weight(weight)
@@ -104,6 +123,31 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # [..., N]
     return _backend(x).linear(x, weight, bias, out_dtype)
+
+
+def grouped_linear(
+    x: torch.Tensor,  # [R, K], the rows of group 0 first
+    group_sizes: torch.Tensor,  # [G] int64, summing to R
+    weight: Weight,  # [G, N, K], of x's dtype
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # [R, N]
+    """Every group's rows times its own weight; groups without rows cost nothing."""
+    return _backend(x).grouped_linear(x, group_sizes, weight, out_dtype)
+
+
+def batched_linear(
+    x: torch.Tensor,  # [T, G, K]
+    weight: Weight,  # [G, N, K], of x's dtype
+) -> torch.Tensor:  # [T, G, N]
+    """Every group's part of a token times the group's weight."""
+    return _backend(x).batched_linear(x, weight)
+
+
+def unpack_weight(
+    weight: Weight,  # [N, K] or [G, N, K]
+) -> torch.Tensor:
+    """The plain tensor; where the weight is packed, a copy of it."""
+    return cpu_ops.unpack_weight(weight) if isinstance(weight, PackedWeight) else weight
 
 
 def embedding(

@@ -1,4 +1,4 @@
-"""A matrix laid out for the CPU kernels."""
+"""A matrix, or several of one shape, laid out for the CPU kernels."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,19 @@ import torch
 class PackedWeight:
     """A weight [num_rows, num_columns] kept once, in the order in which `linear` of the CPU kernels reads it.
 
-    Only `kernels.cpu` knows the layout of `data`; `linear` and `embedding` take a PackedWeight
-    wherever they take a plain tensor.
+    With `num_groups` it is so many matrices one behind the other, for `grouped_linear` and `batched_linear`.
+    Only `kernels.cpu` knows the layout of `data`; operators take a PackedWeight wherever they take a plain tensor.
     """
 
-    data: torch.Tensor  # padded to whole tiles, so it may hold more than num_rows * num_columns entries
+    data: torch.Tensor  # padded to whole tiles, so it may hold more entries than the shape says
     num_rows: int
     num_columns: int
+    num_groups: int | None = None  # None: one matrix
 
     @property
     def shape(self) -> torch.Size:
-        return torch.Size((self.num_rows, self.num_columns))
+        matrix = (self.num_rows, self.num_columns)
+        return torch.Size(matrix if self.num_groups is None else (self.num_groups, *matrix))
 
     @property
     def dtype(self) -> torch.dtype:

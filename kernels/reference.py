@@ -9,10 +9,15 @@ import torch.nn.functional as F
 
 from kernels.packed_weight import Weight
 from kernels.reference_attention import paged_attention
+from kernels.reference_latent import latent_attention, store_latent
+from kernels.reference_linear import batched_linear, grouped_linear, linear, pack_weight
 
 __all__ = [
     "add_rms_norm",
+    "batched_linear",
     "embedding",
+    "grouped_linear",
+    "latent_attention",
     "linear",
     "pack_weight",
     "paged_attention",
@@ -20,10 +25,8 @@ __all__ = [
     "rotary_embedding",
     "silu_and_mul",
     "store_kv",
+    "store_latent",
 ]
-
-# Rows of a half-precision weight that are widened at a time: few enough to stay in a CPU's cache.
-WIDENED_ROWS = 4096
 
 
 def rms_norm(
@@ -95,31 +98,6 @@ def store_kv(
     slots = slot_mapping[stored]
     key_cache.flatten(0, 1)[slots] = key[stored].to(key_cache.dtype)
     value_cache.flatten(0, 1)[slots] = value[stored].to(value_cache.dtype)
-
-
-def pack_weight(
-    weight: torch.Tensor,  # [N, K]
-) -> Weight:
-    """The weight itself: torch reads the layout of the checkpoint."""
-    return weight
-
-
-def linear(
-    x: torch.Tensor,  # [T, K]
-    weight: Weight,  # [N, K]; plain, for torch
-    bias: torch.Tensor | None = None,  # [N]
-    out_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # [T, N]
-    """x @ weight^T + bias, not rounded below `out_dtype` (default: x.dtype) on the way."""
-    assert isinstance(weight, torch.Tensor), "a packed weight reached torch"
-    if out_dtype is None or out_dtype == x.dtype:
-        return F.linear(x, weight, bias)
-    wide = x.to(out_dtype)
-    out = torch.empty((*x.shape[:-1], weight.shape[0]), dtype=out_dtype, device=x.device)
-    for start in range(0, weight.shape[0], WIDENED_ROWS):
-        rows = slice(start, start + WIDENED_ROWS)
-        out[..., rows] = F.linear(wide, weight[rows].to(out_dtype), None if bias is None else bias[rows].to(out_dtype))
-    return out
 
 
 def embedding(

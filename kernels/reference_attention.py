@@ -18,17 +18,17 @@ MAX_SCORES = 1 << 26
 def paged_attention(
     query: torch.Tensor,  # [T, num_heads, D]
     key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, D]
-    value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, D]
+    value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, E]; E is D but for latents
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None = None,
-) -> torch.Tensor:  # [T, num_heads, D]
+) -> torch.Tensor:  # [T, num_heads, E]
     """Causal softmax(scale * query key^T) value over the blocks of every sequence.
 
     With a sliding window of w, a row sees its own position and the w - 1 before it. Rows of a sequence
     with context_len 0, and rows past the last sequence, come out as zeros.
     """
-    out = torch.zeros_like(query)
+    out = query.new_zeros((*query.shape[:2], value_cache.shape[3]))
     starts = metadata.cu_seqlens_q.tolist()
     context_lens = metadata.context_lens.tolist()
     for seqs in _alike(starts, context_lens, key_cache.shape[1]):
@@ -75,11 +75,11 @@ def _gather(cache: torch.Tensor, blocks: torch.Tensor, max_context: int) -> torc
 def _attend(
     query: torch.Tensor,  # [S, Q, num_heads, D]
     keys: torch.Tensor,  # [S, num_kv_heads, L, D] fp32
-    values: torch.Tensor,  # [S, num_kv_heads, L, D] fp32
+    values: torch.Tensor,  # [S, num_kv_heads, L, E] fp32
     positions: torch.Tensor,  # [S, Q]
     scale: float,
     sliding_window: int | None,
-) -> torch.Tensor:  # [S, Q, num_heads, D] fp32
+) -> torch.Tensor:  # [S, Q, num_heads, E] fp32
     num_seqs, num_queries, num_heads, head_dim = query.shape
     num_kv_heads, max_context = keys.shape[1:3]
     group = num_heads // num_kv_heads
@@ -95,5 +95,5 @@ def _attend(
     scores = scores.masked_fill_(~seen[:, None, None], -torch.inf)
     weights = scores.softmax(-1).masked_fill_(~seen[:, None, None], 0)  # a row that sees nothing: nan -> 0
     attended = weights.view(num_seqs, num_kv_heads, group * num_queries, max_context) @ values
-    attended = attended.view(num_seqs, num_kv_heads, group, num_queries, head_dim)
-    return attended.permute(0, 3, 1, 2, 4).reshape(num_seqs, num_queries, num_heads, head_dim)
+    attended = attended.view(num_seqs, num_kv_heads, group, num_queries, -1)
+    return attended.permute(0, 3, 1, 2, 4).reshape(num_seqs, num_queries, num_heads, -1)

@@ -41,6 +41,19 @@ class ConfigFields:
             raise self.error(name, "a positive integer is needed")
         return value
 
+    def count(self, name: str, default: int | None = None) -> int:
+        """An integer of 0 or more; without a default the field is required."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise self.error(name, "an integer of 0 or more is needed")
+        return value
+
+    def integers(self, name: str) -> list[int]:
+        value = self._get(name, None)
+        if not isinstance(value, list) or not all(type(item) is int and item > 0 for item in value):
+            raise self.error(name, "a list of positive integers is needed")
+        return value
+
     def nullable_integer(self, name: str) -> int | None:
         """A positive integer or null, but stated: for fields that transformers does not read as null when absent."""
         return None if name in self._nulls else self.integer(name)
@@ -58,8 +71,8 @@ class ConfigFields:
             raise self.error(name, "true or false is needed")
         return value
 
-    def text(self, name: str) -> str:
-        value = self._get(name, None)
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default)
         if not isinstance(value, str):
             raise self.error(name, "a string is needed")
         return value

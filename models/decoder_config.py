@@ -3,13 +3,22 @@
 import torch
 
 from models.config_fields import ConfigFields
-from models.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeConfig
+from models.model_config import LinearRopeScaling, Llama3RopeScaling, ModelConfig, RopeConfig, YarnRopeScaling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ROPE_FIELDS: dict[str, set[str]] = {  # rope_type: the fields it takes beside rope_theta
     "default": set(),
     "linear": {"factor", "original_max_position_embeddings"},  # the second only informs
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
 }
 
 
@@ -26,8 +35,6 @@ def read_decoder_config(
     Defaults are those of transformers. Raises ValueError for anything that is not implemented.
     """
     fields.require("hidden_act", "silu", default=None)
-    if "quantization_config" in fields:
-        raise fields.error("quantization_config", "quantised checkpoints are not implemented: use bf16 weights")
     num_hidden_layers = fields.integer("num_hidden_layers")
     hidden_size, num_attention_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_key_value_heads = fields.integer("num_key_value_heads", default=num_attention_heads)
@@ -59,7 +66,22 @@ def read_decoder_config(
         dtype=read_dtype(fields),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
+        weight_block_size=read_weight_block_size(fields),
     )
+
+
+def read_weight_block_size(fields: ConfigFields) -> tuple[int, int]:
+    """Of `quantization_config`; only FP8 by blocks is known. Which weights are FP8 the checkpoint's tensors say."""
+    if "quantization_config" not in fields:
+        return (128, 128)
+    section = fields.section("quantization_config")
+    section.require("quant_method", "fp8", default=None)
+    section.require("fmt", "e4m3", default="e4m3")
+    section.require("activation_scheme", "dynamic", default="dynamic")
+    block_size = section.integers("weight_block_size")
+    if len(block_size) != 2:
+        raise section.error("weight_block_size", "two sizes are needed: rows and columns")
+    return (block_size[0], block_size[1])
 
 
 def read_rope(fields: ConfigFields) -> RopeConfig:
@@ -79,6 +101,8 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
         return RopeConfig(theta)
     if rope_type == "linear":
         return RopeConfig(theta, LinearRopeScaling(section.number("factor")))
+    if rope_type == "yarn":
+        return RopeConfig(theta, _read_yarn(section))
     scaling = Llama3RopeScaling(
         factor=section.number("factor"),
         low_freq_factor=section.number("low_freq_factor"),
@@ -88,6 +112,21 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise section.error("high_freq_factor", f"it must be above low_freq_factor, {scaling.low_freq_factor}")
     return RopeConfig(theta, scaling)
+
+
+def _read_yarn(section: ConfigFields) -> YarnRopeScaling:
+    if ("mscale" in section) != ("mscale_all_dim" in section):
+        raise section.error("mscale", "mscale and mscale_all_dim go together: give both or neither")
+    has_mscale = "mscale" in section
+    return YarnRopeScaling(
+        factor=section.number("factor"),
+        original_max_position_embeddings=section.integer("original_max_position_embeddings"),
+        beta_fast=section.number("beta_fast", default=32.0),
+        beta_slow=section.number("beta_slow", default=1.0),
+        mscale=section.number("mscale") if has_mscale else None,
+        mscale_all_dim=section.number("mscale_all_dim") if has_mscale else None,
+        truncate=section.boolean("truncate", default=True),
+    )
 
 
 def read_qwen_sliding_windows(fields: ConfigFields) -> tuple[int | None, ...]:

@@ -12,9 +12,13 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from models.block_fp8 import BlockScaledTensor, pair_with_scales
 from models.causal_lm import CausalLM
 from models.config import read_model_config
+from models.layers.latent_attention import LatentExpansion
+from models.layers.moe import GroupedLinear
 from models.layers.parameter import Shard, UnloadedParameter, set_loaded
+from models.model_config import ModelConfig
 from models.registry import ARCHITECTURES
 from models.weight_index import FLOAT_DTYPES, StoredTensor, WeightIndex, read_weight_index
 
@@ -24,6 +28,7 @@ logger = logging.getLogger(__name__)
 MERGED_MODULES = {  # our module: the checkpoint's, in the order of rows
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "q_kv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 HARMLESS_EXTRAS = r"(.*\.)?rotary_emb\.inv_freq"  # computed, not loaded
 HARMLESS_EXTRAS_IF_TIED = r"lm_head\.weight"  # a copy of the embedding
@@ -64,12 +69,32 @@ def load_model(
 
 
 def load_weights(model: CausalLM, folder: Path, device: torch.device, progress: bool) -> None:
-    """Fills every parameter; each is allocated when its first tensor arrives and packed after its last.
+    """Fills every parameter of the model.
+
+    Raises ValueError unless the checkpoint holds exactly the tensors needed, each of the right shape. Modules of
+    multi-token prediction may be there or not: they are a drafter's.
+    """
+    config = model.config
+    harmless = [HARMLESS_EXTRAS]
+    if config.tie_word_embeddings:
+        harmless.append(HARMLESS_EXTRAS_IF_TIED)
+    harmless += [rf"model\.layers\.{config.num_hidden_layers + i}\..*" for i in range(config.num_nextn_predict_layers)]
+    index = read_weight_index(folder)
+    destinations = find_destinations(model)
+    fill(destinations, match_tensors(index, destinations, config, "|".join(harmless)), device, progress)
+    assert not any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters())
+
+
+def fill(
+    destinations: dict[str, Destination],
+    tensors: dict[str, StoredTensor | BlockScaledTensor],  # of the same names
+    device: torch.device,
+    progress: bool,
+) -> None:
+    """Loads tensors in their order; a parameter is allocated when its first arrives and packed after its last.
 
     So beside the model there is never more than one parameter in two copies.
     """
-    destinations = find_destinations(model)
-    stored = _matched(read_weight_index(folder), destinations, tied=model.config.tie_word_embeddings)
     buffers: dict[UnloadedParameter, torch.Tensor] = {}  # parameters of which some tensors have arrived
     num_awaited = {each.parameter: len(each.parameter.shards) for each in destinations.values()}
     num_untrimmed_bytes = 0
@@ -83,18 +108,20 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, progress: 
         disable=not progress,
         mininterval=0.1 if sys.stderr.isatty() else 5.0,  # in a log each refresh is a line
     ) as bar:
-        for name, tensor in stored.items():
+        for name, tensor in tensors.items():
             destination = destinations[name]
             parameter, shard = destination.parameter, destination.shard
             if parameter not in buffers:
                 buffers[parameter] = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
             rows = buffers[parameter][shard.rows]
-            rows.copy_(tensor.read(shard.part))
-            if _narrows(FLOAT_DTYPES[tensor.dtype], rows.dtype) and not rows.isfinite().all():
+            tensor.read_into(shard.part, rows)
+            if _narrows(tensor.value_dtype, rows.dtype) and not rows.isfinite().all():
                 raise ValueError(f"{name} holds values beyond the range of {rows.dtype}: use bfloat16 or float32")
             num_awaited[parameter] -= 1
             if num_awaited[parameter] == 0:
                 set_loaded(destination.module, destination.parameter_name, buffers.pop(parameter))
+                if isinstance(destination.module, LatentExpansion):
+                    destination.module.split()
             bar.update(rows.nbytes)
             num_untrimmed_bytes += rows.nbytes
             if num_untrimmed_bytes >= TRIM_INTERVAL_BYTES:
@@ -102,50 +129,59 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, progress: 
                 num_untrimmed_bytes = 0
     _return_freed_memory()
     assert not buffers
-    assert not any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters())
 
 
-def find_destinations(model: nn.Module) -> dict[str, Destination]:
-    """By the checkpoint's name of every tensor that the model needs."""
+def find_destinations(model: nn.Module, prefix: str = "") -> dict[str, Destination]:
+    """By the checkpoint's name, which begins with `prefix`, of every tensor that the model needs."""
     destinations = {}
     for module_name, module in model.named_modules():
-        path, dot, own_name = module_name.rpartition(".")
         for parameter_name, parameter in module.named_parameters(recurse=False):
-            assert isinstance(parameter, UnloadedParameter), f"{module_name}.{parameter_name} is loaded already"
-            stored_names = MERGED_MODULES.get(own_name, (own_name,))
-            for stored_name, shard in zip(stored_names, parameter.shards, strict=True):
-                name = f"{path}{dot}{stored_name}.{parameter_name}"
+            if not isinstance(parameter, UnloadedParameter):
+                continue  # shared with a model that is loaded
+            for stored_name, shard in zip(_stored_names(module_name, module), parameter.shards, strict=True):
+                name = f"{prefix}{stored_name}.{parameter_name}"
                 destinations[name] = Destination(module, parameter_name, parameter, shard)
     return destinations
 
 
-def _matched(index: WeightIndex, destinations: dict[str, Destination], tied: bool) -> dict[str, StoredTensor]:
+def _stored_names(module_name: str, module: nn.Module) -> list[str]:
+    """The checkpoint's modules that one of ours is made of, in the order of its parameters' shards."""
+    path, dot, own_name = module_name.rpartition(".")
+    names = MERGED_MODULES.get(own_name, (own_name,))
+    if isinstance(module, GroupedLinear):
+        return [f"{path}.{group}.{name}" for group in range(module.num_groups) for name in names]
+    return [f"{path}{dot}{name}" for name in names]
+
+
+def match_tensors(
+    index: WeightIndex, destinations: dict[str, Destination], config: ModelConfig, harmless: str
+) -> dict[str, StoredTensor | BlockScaledTensor]:
     """The stored tensors that have a destination, in the order of the files.
 
-    Raises ValueError unless they are exactly those needed, each of the right shape.
+    Raises ValueError unless they are exactly those needed, each of the right shape; names that the pattern `harmless`
+    matches may be there or not.
     """
-    harmless = re.compile(f"{HARMLESS_EXTRAS}|{HARMLESS_EXTRAS_IF_TIED}" if tied else HARMLESS_EXTRAS)
-    missing = sorted(destinations.keys() - index.tensors.keys())
-    extras = index.tensors.keys() - destinations.keys()
-    unexpected = sorted(name for name in extras if not harmless.fullmatch(name))
+    tensors = pair_with_scales(index, config.weight_block_size)
+    missing = sorted(destinations.keys() - tensors.keys())
+    unexpected = sorted(name for name in tensors.keys() - destinations.keys() if not re.fullmatch(harmless, name))
     if missing or unexpected:
         raise ValueError(
             f"the weights in {index.folder} are not those that its config.json describes; "
-            f"missing: {_listed(missing)}; unexpected: {_listed(unexpected)}"
+            f"missing: {listed(missing)}; unexpected: {listed(unexpected)}"
         )
-    matched = {name: tensor for name, tensor in index.tensors.items() if name in destinations}
+    matched = {name: tensor for name, tensor in tensors.items() if name in destinations}
     for name, tensor in matched.items():
-        shape = destinations[name].shard.stored_shape
+        shape, stored = destinations[name].shard.stored_shape, index.tensors[name]
         if tensor.shape != shape:
             raise ValueError(
-                f"{tensor.path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
+                f"{stored.path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
             )
-        if tensor.dtype not in FLOAT_DTYPES:
-            raise ValueError(f"{tensor.path}: {name} is stored as {tensor.dtype}, not as {', '.join(FLOAT_DTYPES)}")
+        if isinstance(tensor, StoredTensor) and tensor.dtype not in FLOAT_DTYPES:
+            raise ValueError(f"{stored.path}: {name} is stored as {tensor.dtype}, not as {', '.join(FLOAT_DTYPES)}")
     return matched
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     shown = ", ".join(names[:MAX_NAMES]) or "none"
     return f"{shown} and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else shown
 

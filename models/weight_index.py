@@ -21,6 +21,14 @@ class StoredTensor:
     dtype: str  # safetensors' name: BF16, F32, ...
     shape: tuple[int, ...]
 
+    @property
+    def value_dtype(self) -> torch.dtype:
+        return FLOAT_DTYPES[self.dtype]
+
+    def read_into(self, part: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Some of the tensor, into `out` of any dtype."""
+        out.copy_(self.read(part))
+
     def read(self, part: tuple[slice, ...]) -> torch.Tensor:
         """Some of the tensor, on the CPU.
 

@@ -17,7 +17,7 @@ import torch
 
 import kernels.ops
 from kernels import reference
-from kernels.cpu import ops
+from kernels.cpu import calls, ops
 from kernels.cpu.compiler import TARGET_FLAGS, CompilationError, build_library, find_compiler
 from kernels.cpu.library import Library, load_library
 from kernels.packed_weight import PackedWeight
@@ -50,7 +50,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def _compiled(library: Library, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The launchers call this library, and what they allocate holds nan until it is written."""
-    monkeypatch.setattr(ops, "load_library", lambda: library)
+    monkeypatch.setattr(calls, "load_library", lambda: library)
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from kernels import flash_attention, ops, reference, reference_attention
+from kernels import flash_attention, ops, reference, reference_attention, reference_linear
 from kernels.metadata import AttentionMetadata
 from tests.helpers.attention_case import AttentionCase, attention_by_rows, make_case
 
@@ -127,7 +127,7 @@ def test_rotary_embedding_turns_pairs_as_complex_numbers(interleaved: bool) -> N
 
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear_into_a_wider_dtype_is_not_rounded_on_the_way(monkeypatch: pytest.MonkeyPatch, with_bias: bool) -> None:
-    monkeypatch.setattr(reference, "WIDENED_ROWS", 8)  # several slices, the last one short
+    monkeypatch.setattr(reference_linear, "WIDENED_ROWS", 8)  # several slices, the last one short
     x, weight = torch.randn(3, 40).bfloat16(), torch.randn(21, 40).bfloat16()
     bias = torch.randn(21).bfloat16() if with_bias else None
     expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())

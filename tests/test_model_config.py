@@ -157,7 +157,12 @@ def test_without_a_dtype_it_is_that_of_the_weights(tmp_path, dtype):
         (LLAMA, {"mlp_bias": True}, r"mlp_bias is true; only false is implemented"),
         (LLAMA, {"rope_interleaved": True}, r"rope_interleaved is true"),
         (LLAMA, {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; only 1.0"),
-        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config is .*quantised checkpoints"),
+        (
+            LLAMA,
+            {"quantization_config": {"quant_method": "awq"}},
+            r'quantization_config: quant_method is "awq"; only "fp8"',
+        ),
+        (LLAMA, {"quantization_config": {"quant_method": "fp8"}}, r"quantization_config: weight_block_size is missing"),
         (LLAMA, {"hidden_size": REMOVED}, r"hidden_size is missing; a positive integer"),
         (LLAMA, {"hidden_size": "4096"}, r'hidden_size is "4096"; a positive integer'),
         (LLAMA, {"num_hidden_layers": True}, r"num_hidden_layers is true; a positive integer"),
@@ -175,7 +180,11 @@ def test_without_a_dtype_it_is_that_of_the_weights(tmp_path, dtype):
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
             r'rope_scaling: type is "dynamic"; implemented are',
         ),
-        (LLAMA, {"rope_parameters": {"rope_type": "yarn"}}, r'rope_parameters: rope_type is "yarn"; implemented are'),
+        (
+            LLAMA,
+            {"rope_parameters": {"rope_type": "longrope"}},
+            r'rope_type is "longrope"; implemented are .*llama3, yarn',
+        ),
         (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling: factor is missing"),
         (
             LLAMA,

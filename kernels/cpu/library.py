@@ -19,6 +19,10 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "set_thread_runtime": (None, (_POINTER,)),
     "linear_float": (_INT, _LINEAR),
     "linear_bf16": (_INT, _LINEAR),
+    "grouped_linear": (
+        _INT,
+        (_SIZE, _SIZE, _POINTER, *(_SIZE,) * 4, _INT, _POINTER, _SIZE, _POINTER, _POINTER, _INT),
+    ),
     "rms_norm": (None, (_SIZE, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _FLOAT)),
     "silu_and_mul": (None, (_SIZE, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _POINTER)),
     "rotary_embedding": (

@@ -6,6 +6,9 @@
  *
  * With few rows a call is one pass over the weights at memory speed: a block is a contiguous stream. With many, a
  * block stays in the caches while tiles of MAX_ROWS rows, held in registers, go over it.
+ *
+ * `grouped_linear` does the same for several weights of one shape, each on rows of its own: experts on their tokens,
+ * heads on their part of every token. Weights without rows are not named and cost nothing.
  */
 #include "dot_tile.h"
 #include "parallel.h"
@@ -20,7 +23,8 @@ typedef struct {
     int64_t row_stride;
     const void *weight;
     const void *bias; /* [N] of the weights' type, or NULL */
-    void *out;        /* [M, N] */
+    void *out;        /* M rows of N, out_stride elements apart */
+    int64_t out_stride;
     int out_is_float, weight_is_float;
 } LinearCall;
 
@@ -34,7 +38,7 @@ ALWAYS_INLINE void write_tile(const LinearCall *call, int rows, vf (*acc)[NV], i
         if (call->bias) bias = v_load_any(call->bias, first, lanes, call->weight_is_float);
         for (int m = 0; m < rows; m++) {
             vf value = call->bias ? acc[m][v] + bias : acc[m][v];
-            v_store_any(call->out, (row + m) * call->N + first, value, lanes, call->out_is_float);
+            v_store_any(call->out, (row + m) * call->out_stride + first, value, lanes, call->out_is_float);
         }
     }
 }
@@ -120,7 +124,7 @@ static bf16_row_t *convert_rows(const bf16 *x, int64_t M, int64_t K, int64_t row
 int linear_float(int64_t num_threads, int64_t M, int64_t N, int64_t K, const float *x, int64_t row_stride,
                  const float *weight, const float *bias, void *out, int out_is_float) {
     LinearCall call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .bias = bias,
-                       .out = out, .out_is_float = out_is_float, .weight_is_float = 1};
+                       .out = out, .out_stride = N, .out_is_float = out_is_float, .weight_is_float = 1};
     run(&call, num_threads);
     return 0;
 }
@@ -129,7 +133,7 @@ int linear_float(int64_t num_threads, int64_t M, int64_t N, int64_t K, const flo
 int linear_bf16(int64_t num_threads, int64_t M, int64_t N, int64_t K, const bf16 *x, int64_t row_stride,
                 const bf16 *weight, const bf16 *bias, void *out, int out_is_float) {
     LinearCall call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .bias = bias,
-                       .out = out, .out_is_float = out_is_float, .weight_is_float = 0};
+                       .out = out, .out_stride = N, .out_is_float = out_is_float, .weight_is_float = 0};
     if (BF16_ROWS_AS_FLOAT || K % 2) {
         bf16_row_t *rows = convert_rows(x, M, K, row_stride);
         if (!rows) return 1;
@@ -137,5 +141,66 @@ int linear_bf16(int64_t num_threads, int64_t M, int64_t N, int64_t K, const bf16
         call.row_stride = (K + 1) / 2 * 2;
     }
     run(&call, num_threads);
+    return 0;
+}
+
+/* The rows of one weight: row i is `first + i * row_step` of x and of out. */
+typedef struct {
+    int64_t weight, first, count;
+} Group;
+
+typedef struct {
+    TaskQueue queue; /* a task: `call.blocks_per_task` blocks of columns of one group */
+    int64_t tasks_per_group, row_step, weight_bytes;
+    const Group *groups;
+    LinearCall call; /* what the groups have in common: x, weight and out are the first of each */
+} GroupedCall;
+
+static void compute_group_tasks(GroupedCall *grouped, int is_float) {
+    int64_t num_blocks = (grouped->call.N + NB - 1) / NB, size = is_float ? sizeof(float) : sizeof(bf16_row_t);
+    int64_t out_size = grouped->call.out_is_float ? sizeof(float) : sizeof(bf16);
+    for (int64_t task; (task = take_task(&grouped->queue)) < grouped->queue.num_tasks;) {
+        const Group *group = grouped->groups + task / grouped->tasks_per_group;
+        LinearCall call = grouped->call;
+        call.x = (const char *)call.x + group->first * call.row_stride * size;
+        call.row_stride *= grouped->row_step;
+        call.weight = (const char *)call.weight + group->weight * grouped->weight_bytes;
+        call.out = (char *)call.out + group->first * call.out_stride * out_size;
+        call.out_stride *= grouped->row_step;
+        int64_t first_block = task % grouped->tasks_per_group * call.blocks_per_task;
+        int64_t end_block = first_block + call.blocks_per_task < num_blocks ? first_block + call.blocks_per_task : num_blocks;
+        for (int64_t row = 0; row < group->count; row += PANEL_ROWS) {
+            int64_t end = row + PANEL_ROWS < group->count ? row + PANEL_ROWS : group->count;
+            for (int64_t block = first_block; block < end_block; block++) compute_rows(&call, is_float, row, end, block);
+        }
+    }
+}
+
+static void work_groups_float(void *grouped) { compute_group_tasks(grouped, 1); }
+static void work_groups_bf16(void *grouped) { compute_group_tasks(grouped, 0); }
+
+/* x: M rows, row_stride elements apart; out: M rows of N; weights [.., N, K] packed one behind the other.
+ * Returns non-zero if memory for converted rows could not be had. */
+int grouped_linear(int64_t num_threads, int64_t num_groups, const Group *groups, int64_t row_step, int64_t M, int64_t N, int64_t K,
+                   int is_float, const void *x, int64_t row_stride, const void *weight, void *out, int out_is_float) {
+    int64_t num_blocks = (N + NB - 1) / NB, depth = is_float ? K : (K + 1) / 2 * 2;
+    GroupedCall grouped = {
+        .groups = groups,
+        .row_step = row_step,
+        .weight_bytes = num_blocks * NB * depth * (int64_t)(is_float ? sizeof(float) : sizeof(bf16)),
+        .call = {.N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .out = out, .out_stride = N,
+                 .out_is_float = out_is_float, .weight_is_float = is_float}};
+    if (!is_float && (BF16_ROWS_AS_FLOAT || K % 2)) {
+        bf16_row_t *rows = convert_rows(x, M, K, row_stride);
+        if (!rows) return 1;
+        grouped.call.x = rows;
+        grouped.call.row_stride = (K + 1) / 2 * 2;
+    }
+    int64_t blocks = num_blocks * num_groups / (num_threads * 16);
+    grouped.call.blocks_per_task = blocks < 1 ? 1 : blocks > 8 ? 8 : blocks;
+    grouped.tasks_per_group = (num_blocks + grouped.call.blocks_per_task - 1) / grouped.call.blocks_per_task;
+    grouped.queue = (TaskQueue){.num_tasks = grouped.tasks_per_group * num_groups, .next = 0};
+    if (M * N * K < 1 << 16) num_threads = 1;
+    run_on_threads(num_threads, is_float ? work_groups_float : work_groups_bf16, &grouped);
     return 0;
 }

@@ -60,6 +60,20 @@ class MergedColumnParallelLinear(nn.Module):
         return ops.linear(x, self.weight, self.bias)
 
 
+class ReplicatedLinear(nn.Module):
+    """One or several layers on the same input as one matrix, which every rank holds whole."""
+
+    weight: Weight  # [sum(out_features), in_features]
+
+    def __init__(self, in_features: int, out_features: Sequence[int], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        shares = [RowShare(features, 0, features) for features in out_features]
+        self.weight, self.bias = _column_parameters(in_features, shares, bias, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ops.linear(x, self.weight, self.bias)
+
+
 class QKVParallelLinear(nn.Module):
     """q_proj, k_proj and v_proj as one matrix, shared out by heads.
 
@@ -93,8 +107,17 @@ class RowParallelLinear(nn.Module):
 
     weight: Weight  # [out_features, in_features / tp_size]
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, name: str) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        dtype: torch.dtype,
+        name: str,
+        reduced: bool = True,  # False: the caller sums over ranks, with what else it has to sum
+    ) -> None:
         super().__init__()
+        self.reduced = reduced
         num_columns = parallel.share(in_features, name)
         columns = slice(parallel.tp_rank() * num_columns, (parallel.tp_rank() + 1) * num_columns)
         rows = slice(0, out_features)
@@ -104,7 +127,8 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         bias = self.bias if parallel.tp_rank() == 0 else None  # the sum holds it once
-        return parallel.all_reduce(ops.linear(x, self.weight, bias))
+        out = ops.linear(x, self.weight, bias)
+        return parallel.all_reduce(out) if self.reduced else out
 
 
 def _column_parameters(

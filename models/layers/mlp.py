@@ -5,20 +5,25 @@ from torch import nn
 
 from kernels import ops
 from models.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from models.model_config import ModelConfig
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        dtype: torch.dtype,
+        name: str = "intermediate_size",  # of the configuration's field
+        reduced: bool = True,  # False: the caller sums over ranks
+    ) -> None:
         super().__init__()
-        sizes = [config.intermediate_size] * 2
         self.gate_up_proj = MergedColumnParallelLinear(
-            config.hidden_size, sizes, bias=False, dtype=config.dtype, name="intermediate_size"
+            hidden_size, [intermediate_size] * 2, bias=False, dtype=dtype, name=name
         )
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, bias=False, dtype=config.dtype, name="intermediate_size"
+            intermediate_size, hidden_size, bias=False, dtype=dtype, name=name, reduced=reduced
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ class Shard:
 
     stored_shape: tuple[int, ...]  # of the whole tensor
     part: tuple[slice, ...]  # one a dimension of the stored tensor
-    rows: slice
+    rows: slice | tuple[int, slice]  # with the group's index where the parameter is several matrices
 
     @staticmethod
     def whole(*shape: int) -> "Shard":
@@ -32,7 +32,7 @@ class UnloadedParameter(nn.Parameter):
     """A parameter on the meta device: a shape, a dtype and the shards that fill it, each from a tensor of its own."""
 
     shards: tuple[Shard, ...]
-    packed: bool  # a matrix that `ops.linear` reads
+    packed: bool  # a matrix that `ops.linear` reads, or several for `ops.grouped_linear`
 
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, shards: tuple[Shard, ...], packed: bool) -> Self:
         parameter = super().__new__(cls, torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 BOS_TOKEN, EOS_TOKEN = "<|im_start|>", "<|im_end|>"
@@ -55,6 +56,32 @@ LLAMA3_ROPE = {
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 8,
+    "beta_slow": 1,
+}
+DEEPSEEK = {  # a dense layer, then experts; 25 rows of a sequence or more are attended to in the naive form
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}
+DEEPSEEK_V3 = DEEPSEEK | {"norm_topk_prob": True, "num_nextn_predict_layers": 0}
+
 # name: (transformers model type, what differs from SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -71,6 +98,23 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2_sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3_yarn": ("qwen3", {"rope_parameters": YARN_ROPE}),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek_v3_yarn": (
+        "deepseek_v3",
+        DEEPSEEK_V3 | {"rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek_v3_no_q_lora": (
+        "deepseek_v3",
+        DEEPSEEK_V3 | {"q_lora_rank": None, "rope_interleave": False, "attention_bias": True, "norm_topk_prob": False},
+    ),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"topk_method": "group_limited_greedy", "n_shared_experts": 2}),
+    "deepseek_v2_lite": (
+        "deepseek_v2",
+        DEEPSEEK
+        | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+        | {"rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
 }
 
 
@@ -89,12 +133,38 @@ def make_tiny_checkpoint(
     config = AutoConfig.for_model(model_type, **SIZES | differences | overrides)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(random_parameter(name, parameter.shape, seed))
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if not name.endswith("inv_freq"):
+                parameter.copy_(random_parameter(name, parameter.shape, seed))
     model.to(dtype).save_pretrained(folder)
+    add_mtp_modules(folder, overrides.get("num_nextn_predict_layers", 0), seed)
     if with_tokenizer:
         write_tiny_tokenizer(folder)
     return folder
+
+
+def add_mtp_modules(folder: Path, num_modules: int, seed: int) -> None:
+    """Writes what transformers does not: modules of multi-token prediction, as DeepSeek stores them.
+
+    They stand behind the last layer, whose shapes their own layers have, with copies of the embedding and the head.
+    """
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    num_layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+    hidden_size = tensors["model.norm.weight"].shape[0]
+    template = f"model.layers.{num_layers - 1}."
+    shapes = {name.removeprefix(template): value.shape for name, value in tensors.items() if name.startswith(template)}
+    shapes |= {f"{name}.weight": torch.Size([hidden_size]) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes["eh_proj.weight"] = torch.Size([hidden_size, 2 * hidden_size])
+    for i in range(num_modules):
+        prefix = f"model.layers.{num_layers + i}."
+        for name, shape in shapes.items():
+            dtype = tensors[template + name].dtype if template + name in tensors else tensors["lm_head.weight"].dtype
+            tensors[prefix + name] = random_parameter(prefix + name, shape, seed).to(dtype)
+        tensors[prefix + "embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors[prefix + "shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    if num_modules:
+        save_file(tensors, path, metadata={"format": "pt"})
 
 
 def random_parameter(name: str, shape: torch.Size, seed: int) -> torch.Tensor:

@@ -1,0 +1,93 @@
+"""FP8 weights with one scale a block, as DeepSeek-V3 stores them: dequantised while they are read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from models.weight_index import StoredTensor, WeightIndex
+
+SCALE_SUFFIX = "_scale_inv"  # despite the name a multiplier
+WEIGHT_DTYPE, SCALE_DTYPE = "F8_E4M3", "F32"
+
+
+@dataclass(frozen=True)
+class BlockScaledTensor:
+    """weight[i, j] * scale[i // block rows, j // block columns]; read like any `StoredTensor`."""
+
+    weight: StoredTensor
+    scale: StoredTensor
+    block_size: tuple[int, int]  # rows, columns
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.shape
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        return torch.float32
+
+    def read_into(self, part: tuple[slice, ...], out: torch.Tensor) -> None:
+        """Some of the tensor, into `out` of any dtype. A row of blocks is widened at a time, never the whole."""
+        rows, columns = part
+        weight = self.weight.read(part)
+        block_rows, block_columns = self.block_size
+        scale = self.scale.read(tuple(_blocks_of(each, size) for each, size in zip(part, self.block_size, strict=True)))
+        scale = scale.repeat_interleave(block_columns, dim=1)
+        first_column = columns.start % block_columns
+        scale = scale[:, first_column : first_column + weight.shape[1]]
+        for block, band in _bands(rows, block_rows):
+            out[band].copy_(weight[band].float() * scale[block])
+
+
+def _blocks_of(part: slice, size: int) -> slice:
+    return slice(part.start // size, -(-part.stop // size))
+
+
+def _bands(rows: slice, size: int) -> Iterator[tuple[int, slice]]:
+    """(block, its rows within the part), where the part may begin and end in the middle of a block."""
+    for block in range(rows.start // size, -(-rows.stop // size)):
+        start, end = max(block * size, rows.start), min((block + 1) * size, rows.stop)
+        yield block - rows.start // size, slice(start - rows.start, end - rows.start)
+
+
+def pair_with_scales(index: WeightIndex, block_size: tuple[int, int]) -> dict[str, StoredTensor | BlockScaledTensor]:
+    """The tensors of a checkpoint by name, each FP8 weight joined with its scales, which vanish as names.
+
+    A weight is FP8 where the checkpoint has scales for it. Raises ValueError where one has no other, or scales are
+    not one a block.
+    """
+    tensors: dict[str, StoredTensor | BlockScaledTensor] = {}
+    for name, tensor in index.tensors.items():
+        weight_name = name.removesuffix(SCALE_SUFFIX)
+        if weight_name != name:
+            if weight_name not in index.tensors:
+                raise ValueError(f"{tensor.path}: {name} scales {weight_name}, which the checkpoint does not hold")
+            continue
+        scale = index.tensors.get(name + SCALE_SUFFIX)
+        if scale is not None:
+            _check(tensor, scale, block_size)
+            tensors[name] = BlockScaledTensor(tensor, scale, block_size)
+        elif tensor.dtype == WEIGHT_DTYPE:
+            raise ValueError(
+                f"{tensor.path}: {name} is FP8 ({WEIGHT_DTYPE}) without {name}{SCALE_SUFFIX}: "
+                "only FP8 weights with one scale a block are implemented"
+            )
+        else:
+            tensors[name] = tensor
+    return tensors
+
+
+def _check(weight: StoredTensor, scale: StoredTensor, block_size: tuple[int, int]) -> None:
+    if weight.dtype != WEIGHT_DTYPE or len(weight.shape) != 2:
+        raise ValueError(
+            f"{weight.path}: {weight.name} is stored as {weight.dtype} {list(weight.shape)}, and {scale.name} "
+            f"is there: a matrix in {WEIGHT_DTYPE} is expected"
+        )
+    expected = tuple(-(-size // block) for size, block in zip(weight.shape, block_size, strict=True))
+    if scale.shape != expected or scale.dtype != SCALE_DTYPE:
+        raise ValueError(
+            f"{scale.path}: {scale.name} is {scale.dtype} {list(scale.shape)}; {weight.name} of shape "
+            f"{list(weight.shape)} needs {SCALE_DTYPE} {list(expected)}, one scale a block of "
+            f"{block_size[0]} x {block_size[1]} (weight_block_size in config.json)"
+        )

@@ -26,8 +26,20 @@ class EngineConfig(BaseModel):
     )
     enable_prefix_caching: bool = True
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: all cores.")
-    tensor_parallel_size: Literal[1] = Field(1, description="Ranks of the target; one for now.")
+    tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share the target.")
+    expert_parallel: bool = Field(
+        False, description="Each rank holds some experts whole, in place of a share of every expert."
+    )
     speculative_config: SpeculativeConfig | None = Field(None, description="None: plain decoding.")
+
+    @model_validator(mode="after")
+    def _experts_have_ranks(self) -> "EngineConfig":
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError(
+                "expert_parallel is True, and tensor_parallel_size 1: one rank holds all experts; "
+                "remove the first or raise the second"
+            )
+        return self
 
     @model_validator(mode="after")
     def _step_holds_every_sequence(self) -> "EngineConfig":

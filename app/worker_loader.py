@@ -52,6 +52,7 @@ def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedMod
 
     Raises ValueError for what cannot be honoured, before any weight is read where that can be told.
     """
+    check_ranks(config)
     device = select_device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
@@ -152,6 +153,15 @@ def weight_bytes(model: CausalLM) -> int:
         if isinstance(value, PackedWeight)
     }
     return plain + sum(packed.values())
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raises ValueError where one rank is not enough: a replica has no more yet."""
+    if config.tensor_parallel_size > 1:
+        raise ValueError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and a replica runs the model in one rank: use 1; "
+            "`python -m app.plan` says what several ranks would hold"
+        )
 
 
 def select_device(name: str) -> torch.device:

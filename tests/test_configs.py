@@ -90,7 +90,11 @@ WRONG_ARGS = {
         "args.max_model_len is 9000, above the checkpoint's max_position_embeddings, 8192: lower it",
     ),
     "union": ({"kv_cache_memory": "2GB"}, "args.kv_cache_memory is '2GB': input should be a valid integer"),
-    "not_yet": ({"tensor_parallel_size": 2}, "args.tensor_parallel_size is 2: input should be 1"),
+    "ranks": ({"tensor_parallel_size": 0}, "args.tensor_parallel_size is 0: input should be greater than or equal"),
+    "experts_without_ranks": (
+        {"expert_parallel": True},
+        "args.expert_parallel is True, and tensor_parallel_size 1: one rank holds all experts; remove the first",
+    ),
     "no_such_folder": (
         {"model": "./models/nowhere"},
         "args.model is './models/nowhere': there is no such folder or file",

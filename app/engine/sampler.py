@@ -47,7 +47,7 @@ class Sampler:
         rows: LogitsRows,
         coupled: np.ndarray,  # [num_rows] bool; greedy rows are greedy either way
     ) -> SampledRows:
-        """Settles what can be settled without knowing the drafts' fate. `table` is fresh, see `refresh`."""
+        """Settles what can be settled without knowing the drafts' fate. `table` must be fresh for the rows' slots."""
         greedy, changed = self.table.is_greedy[rows.slots], self.logits_processor.changes(rows)
         noisy, soft = coupled & ~greedy, ~(coupled | greedy)
         token_ids, usable = _argmax(logits)

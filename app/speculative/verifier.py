@@ -18,7 +18,11 @@ from app.speculative.rejection import RejectionRows, reject
 
 
 def is_coupled(mode: VerificationMode, sampler: Sampler, slots: np.ndarray) -> np.ndarray:
-    """Slots whose tokens are drawn with noise that depends on seed and position alone; bool [n]."""
+    """Slots whose tokens are drawn with noise that depends on seed and position alone; bool [n].
+
+    Brings the sampler's table up to date for them, which sampling relies on.
+    """
+    sampler.table.refresh(slots)
     return sampler.table.is_seeded[slots] if mode == "auto" else np.full(len(slots), mode == "coupled")
 
 
@@ -61,7 +65,6 @@ class Verifier:
     ) -> Verdict:
         """The verdict on a step that is not committed yet: `state` still ends before the drafts."""
         layout = _Layout.of(batch, drafts, logits.shape[1])
-        self._sampler.table.refresh(batch.slots)
         coupled = is_coupled(self._mode, self._sampler, batch.slots)
         sampled = self._sampler.sample(logits, layout.rows, coupled[layout.row_seq])
         packed, is_soft = [sampled.token_ids, sampled.usable], sampled.prob_rows >= 0

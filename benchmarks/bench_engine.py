@@ -1,6 +1,6 @@
 """Measures the engine offline: throughput, acceptance, where a step's time goes, start-up and memory.
 
-    python benchmarks/bench_engine.py --model .cache/models/SmolLM2-135M-Instruct --methods plain ngram
+    python benchmarks/bench_engine.py --model .cache/models/SmolLM2-135M-Instruct --methods plain suffix
 
 All methods run in one process, alternately, round by round; figures are medians over the rounds, ratios medians of
 the ratios within a round. Prefix caching is off, since every round repeats the prompts.
@@ -36,7 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=str(DEFAULT_MODEL), help="folder, hub id or .gguf file")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--methods", nargs="+", default=["plain", "ngram"], metavar="METHOD", help="plain, or a method")
+    parser.add_argument("--methods", nargs="+", default=["plain", "suffix", "ngram"], metavar="METHOD")
     parser.add_argument("--num-speculative-tokens", type=_draft_number, help="a number or auto; default: the method's")
     parser.add_argument("--draft-model", help="folder, hub id or .gguf file, for the method draft_model")
     parser.add_argument("--workloads", nargs="+", metavar="N-KIND", help="of 1, 8 and 32 streams, open and copy")

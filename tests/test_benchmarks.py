@@ -177,7 +177,7 @@ def test_engine_benchmark_runs_methods_in_turn(tiny_checkpoint, tmp_path, capsys
     model = tiny_checkpoint("llama", max_position_embeddings=1024)
     out = tmp_path / "result.json"
     options = ["--model", str(model), "--device", "cpu", "--quick", "--no-startup", "--new-tokens", "6"]
-    options = bench_engine.parse_arguments([*options, "--json", str(out)])
+    options = bench_engine.parse_arguments([*options, "--methods", "plain", "ngram", "--json", str(out)])
     result = bench_engine.run(options)
     bench_engine.print_json(result, out)
     output = capsys.readouterr().out

@@ -216,46 +216,23 @@ static void prefetch_next(const AttentionCall *call, const Item *next, int64_t p
     }
 }
 
-ALWAYS_INLINE void score_rows(const AttentionCall *call, int rows, int64_t row, int first_key, Scratch *scratch) {
-    vf acc[MAX_ROWS][NV];
-    int64_t D = call->head_dim;
-    if (call->is_float)
-        dot_tile_float(rows, acc, (const float *)scratch->query + row * D, (size_t)D, scratch->keys, (int)D);
-    else
-        dot_tile_bf16(rows, acc, (const bf16_row_t *)scratch->query + row * D, (size_t)D, scratch->keys, (int)(D / 2));
-    for (int m = 0; m < rows; m++)
-        for (int v = 0; v < NV; v++)
-            v_store(scratch->scores + (row + m) * CHUNK + first_key + v * VL, acc[m][v] * v_set1(call->scale));
-}
-
-#define CASE(R)                                             \
-    case R:                                                 \
-        score_rows(call, R, row, first_key, scratch);       \
-        break;
-
-/* Scores of a head; `next` may be NULL. */
+/* Scores of a head, not yet scaled; `next` may be NULL. */
 static void score_chunk(const AttentionCall *call, const Item *item, const Item *next, int64_t head, Scratch *scratch) {
-    int64_t num_parts = (item->count + NB - 1) / NB * call->heads_per_task;
+    int64_t num_parts = (item->count + NB - 1) / NB * call->heads_per_task, D = call->head_dim;
+    int64_t row_bytes = D * (int64_t)(call->is_float ? sizeof(float) : sizeof(bf16_row_t));
     for (int first_key = 0; first_key < item->count; first_key += NB) {
         if (next) prefetch_next(call, next, next->count / num_parts + 1, scratch);
         pack_keys(call, item, head, first_key, scratch->keys);
         for (int64_t row = 0; row < item->tile.rows; row += MAX_ROWS) {
-            switch (item->tile.rows - row < MAX_ROWS ? item->tile.rows - row : MAX_ROWS) {
-                CASE(1)
-#if MAX_ROWS >= 3
-                CASE(2) CASE(3)
-#endif
-#if MAX_ROWS >= 12
-                CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
-            }
+            int rows = (int)(item->tile.rows - row < MAX_ROWS ? item->tile.rows - row : MAX_ROWS);
+            dot_tile((const char *)scratch->query + row * row_bytes, (size_t)D, rows, scratch->keys, (int)D, call->is_float,
+                     scratch->scores + row * CHUNK + first_key, CHUNK);
         }
     }
 }
-#undef CASE
 
-/* Scores become exponentials below their maximum; those that the row does not attend to become 0. */
-static void exponentiate_row(const Item *item, Scratch *scratch, int64_t row) {
+/* Scores are scaled and become exponentials below their maximum; those that the row does not attend to become 0. */
+static void exponentiate_row(const AttentionCall *call, const Item *item, Scratch *scratch, int64_t row) {
     int low = item->low[row], high = item->high[row];
     float *scores = scratch->scores + row * CHUNK;
     scratch->chunk.max[row] = -INFINITY;
@@ -264,8 +241,12 @@ static void exponentiate_row(const Item *item, Scratch *scratch, int64_t row) {
     int first = low / VL * VL, last = (high + VL - 1) / VL * VL;
     for (int j = first; j < low; j++) scores[j] = -INFINITY;
     for (int j = high; j < last; j++) scores[j] = -INFINITY;
-    vf max = v_load(scores + first), sum = {0};
-    for (int j = first + VL; j < last; j += VL) max = v_max(max, v_load(scores + j));
+    vf scale = v_set1(call->scale), max = v_set1(-INFINITY), sum = {0};
+    for (int j = first; j < last; j += VL) {
+        vf score = v_load(scores + j) * scale;
+        v_store(scores + j, score);
+        max = v_max(max, score);
+    }
     scratch->chunk.max[row] = v_hmax(max);
     max = v_set1(scratch->chunk.max[row]);
     for (int j = first; j < last; j += VL) {
@@ -400,7 +381,7 @@ static void write_rows(const AttentionCall *call, const Tile *tile, int64_t head
 static void attend_chunk(const AttentionCall *call, const Item *item, const Item *next, int64_t head, Scratch *scratch) {
     gather_query(call, &item->tile, head, scratch);
     score_chunk(call, item, next, head, scratch);
-    for (int64_t r = 0; r < item->tile.rows; r++) exponentiate_row(item, scratch, r);
+    for (int64_t r = 0; r < item->tile.rows; r++) exponentiate_row(call, item, scratch, r);
     sum_values(call, item, head, scratch);
 }
 
@@ -515,4 +496,27 @@ int paged_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, i
     memset((char *)out + covered * width, 0, (size_t)((num_tokens - covered) * width));
     call.num_tiles = (max_rows + TILE_ROWS - 1) / TILE_ROWS;
     return max_rows ? run(&call, num_threads, max_context) : 0;
+}
+
+int prepare_qkv(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
+                int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *qkv, int64_t qkv_stride,
+                const void *query_norm, const void *key_norm, float eps, const float *cos_sin, int64_t max_position,
+                void *key_cache, void *value_cache, int64_t num_slots, const int64_t *slots);
+
+/* prepare_qkv (layers.c), then paged_attention: one call a layer instead of four. Returns what prepare_qkv does, or 3 if
+ * scratch memory could not be had. */
+int qkv_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, int64_t num_query_heads, int64_t num_kv_heads,
+                  int64_t head_dim, int64_t rotary_dim, int64_t block_size, int64_t num_blocks, int64_t window, int is_float,
+                  int interleaved, float scale, float eps, const int64_t *positions, void *qkv, int64_t qkv_stride,
+                  const void *query_norm, const void *key_norm, const float *cos_sin, int64_t max_position, void *key_cache,
+                  void *value_cache, const int64_t *slots, const int32_t *cu_seqlens_q, const int32_t *context_lens,
+                  const int32_t *block_tables, int64_t table_stride, void *out) {
+    int refused = prepare_qkv(num_threads, num_tokens, num_query_heads, num_kv_heads, head_dim, rotary_dim, is_float,
+                              interleaved, positions, qkv, qkv_stride, query_norm, key_norm, eps, cos_sin, max_position,
+                              key_cache, value_cache, num_blocks * block_size, slots);
+    if (refused) return refused;
+    int failed = paged_attention(num_threads, num_tokens, num_seqs, num_query_heads, num_kv_heads, head_dim, block_size,
+                                 window, is_float, scale, qkv, qkv_stride, key_cache, value_cache, cu_seqlens_q,
+                                 context_lens, block_tables, table_stride, out);
+    return failed ? 3 : 0;
 }

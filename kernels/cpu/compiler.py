@@ -14,7 +14,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCE_FOLDER = Path(__file__).parent
-SOURCES = ("attention.c", "layers.c", "linear.c", "parallel.c")
+SOURCES = ("attention.c", "dot_tile.c", "layers.c", "linear.c", "parallel.c")
 HEADERS = ("dot_tile.h", "parallel.h", "simd.h")
 # Contraction off: a kernel fuses a product and a sum where its source says so, in all of its instances alike.
 COMMON_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC")

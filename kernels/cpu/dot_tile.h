@@ -7,7 +7,7 @@
  * row independent of the other rows. The tile's rows times its vectors are independent chains and hide their latency.
  *
  * bf16 products are exact in fp32. With AVX-512-BF16 a lane adds its two products of a pair in one instruction; without,
- * rows come as floats (`row_t`) and the pair is two fused multiply-adds.
+ * rows come as floats (`bf16_row_t`) and the pair is two fused multiply-adds.
  */
 #pragma once
 #include "simd.h"
@@ -32,53 +32,7 @@ typedef float bf16_row_t;
 #define MAX_ROWS 1
 #endif
 
-/* acc[m][v] = sum over k of x[m][k] * columns[k][v]; `stride` floats from row to row */
-ALWAYS_INLINE void dot_tile_float(int rows, vf (*acc)[NV], const float *x, size_t stride, const float *columns, int K) {
-    for (int m = 0; m < rows; m++)
-        for (int v = 0; v < NV; v++) acc[m][v] = (vf){0};
-    for (int k = 0; k < K; k++) {
-        vf w[NV];
-UNROLL
-        for (int v = 0; v < NV; v++) w[v] = v_load(columns + (size_t)k * NB + v * VL);
-UNROLL
-        for (int m = 0; m < rows; m++) {
-            vf value = v_set1(x[m * stride + k]);
-UNROLL
-            for (int v = 0; v < NV; v++) acc[m][v] = v_fma(value, w[v], acc[m][v]);
-        }
-    }
-}
-
-/* The same over pairs; rows are padded to an even number of elements that read as 0. `stride` in elements. */
-ALWAYS_INLINE void dot_tile_bf16(int rows, vf (*acc)[NV], const bf16_row_t *x, size_t stride, const bf16 *columns, int pairs) {
-    for (int m = 0; m < rows; m++)
-        for (int v = 0; v < NV; v++) acc[m][v] = (vf){0};
-    for (int k = 0; k < pairs; k++) {
-        const bf16 *block_row = columns + (size_t)k * NB * 2;
-#if defined(__AVX512BF16__)
-        __m512bh w[NV];
-UNROLL
-        for (int v = 0; v < NV; v++) memcpy(&w[v], block_row + v * VL * 2, sizeof w[v]);
-UNROLL
-        for (int m = 0; m < rows; m++) {
-            int32_t pair;
-            memcpy(&pair, x + m * stride + 2 * k, sizeof pair);
-            __m512bh value = (__m512bh)_mm512_set1_epi32(pair);
-UNROLL
-            for (int v = 0; v < NV; v++) acc[m][v] = (vf)_mm512_dpbf16_ps((__m512)acc[m][v], value, w[v]);
-        }
-#else
-UNROLL
-        for (int v = 0; v < NV; v++) {
-            vu pair;
-            memcpy(&pair, block_row + v * VL * 2, sizeof pair);
-            vf even = (vf)(pair << 16), odd = (vf)(pair & 0xffff0000u);
-UNROLL
-            for (int m = 0; m < rows; m++) {
-                acc[m][v] = v_fma(v_set1(x[m * stride + 2 * k]), even, acc[m][v]);
-                acc[m][v] = v_fma(v_set1(x[m * stride + 2 * k + 1]), odd, acc[m][v]);
-            }
-        }
-#endif
-    }
-}
+/* out[m][column] = sum over k < K of x[m][k] * columns[k][column], for 1 <= rows <= MAX_ROWS and NB columns.
+ *
+ * x: rows of float, or of bf16_row_t padded to an even number of elements that read as 0; strides in elements. */
+void dot_tile(const void *x, size_t stride, int rows, const void *columns, int K, int is_float, float *out, size_t out_stride);

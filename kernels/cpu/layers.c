@@ -1,5 +1,5 @@
 /* The layers between the matrix products, each one pass over its rows: RMSNorm, SiLU-gated product, rotary embedding,
- * storing keys and values, and the embedding lookup in packed weights. Values are bf16 or float (`is_float`), arithmetic
+ * storing keys and values, all that is done to queries and keys at once, and the embedding lookup in packed weights. Values are bf16 or float (`is_float`), arithmetic
  * is float, every result is rounded once. A row's result is a function of that row only.
  */
 #include <math.h>
@@ -41,13 +41,23 @@ static void launch_rows(int64_t num_threads, RowsCall *call) {
 
 /* ---- RMSNorm: out = x / sqrt(mean(x^2) + eps) * weight; with a residual, x + residual takes the place of x ---- */
 
+/* out[out_at + i] = x[at + i] * scale * weight[i], x and out being one array or two */
+ALWAYS_INLINE void scale_row(const void *x, int64_t at, void *out, int64_t out_at, const void *weight, int64_t H, float squares,
+                             float eps, int is_float) {
+    vf scale = v_set1(1.0f / sqrtf(squares / (float)H + eps));
+    for (int64_t i = 0; i < H; i += VL) {
+        int lanes = lanes_left(i, H);
+        vf value = v_load_any(x, at + i, lanes, is_float) * scale;
+        v_store_any(out, out_at + i, value * v_load_any(weight, i, lanes, is_float), lanes, is_float);
+    }
+}
+
 ALWAYS_INLINE void norm_row(const RowsCall *call, int64_t row, int has_residual, int is_float) {
     int64_t H = call->width, at = row * call->x_stride, out_at = row * H;
-    const void *x = call->x;
     vf squares = {0};
     for (int64_t i = 0; i < H; i += VL) {
         int lanes = lanes_left(i, H);
-        vf value = v_load_any(x, at + i, lanes, is_float);
+        vf value = v_load_any(call->x, at + i, lanes, is_float);
         if (has_residual) {
             value += v_load_any(call->residual, out_at + i, lanes, is_float);
             v_store_any(call->residual, out_at + i, value, lanes, is_float);
@@ -55,13 +65,8 @@ ALWAYS_INLINE void norm_row(const RowsCall *call, int64_t row, int has_residual,
         }
         squares = v_fma(value, value, squares);
     }
-    vf scale = v_set1(1.0f / sqrtf(v_sum(squares) / (float)H + call->eps));
-    if (has_residual) x = call->residual, at = out_at;
-    for (int64_t i = 0; i < H; i += VL) {
-        int lanes = lanes_left(i, H);
-        vf value = v_load_any(x, at + i, lanes, is_float) * scale;
-        v_store_any(call->out, out_at + i, value * v_load_any(call->weight, i, lanes, is_float), lanes, is_float);
-    }
+    const void *x = has_residual ? call->residual : call->x;
+    scale_row(x, has_residual ? out_at : at, call->out, out_at, call->weight, H, v_sum(squares), call->eps, is_float);
 }
 
 static void norm_row_float(const RowsCall *call, int64_t row) { norm_row(call, row, 0, 1); }
@@ -85,8 +90,7 @@ ALWAYS_INLINE void silu_row(const RowsCall *call, int64_t row, int is_float) {
     for (int64_t i = 0; i < I; i += VL) {
         int lanes = lanes_left(i, I);
         vf gate = v_load_any(call->x, at + i, lanes, is_float), up = v_load_any(call->x, at + I + i, lanes, is_float);
-        vf silu = gate / (v_set1(1.0f) + v_exp(-gate));
-        v_store_any(call->out, row * I + i, silu * up, lanes, is_float);
+        v_store_any(call->out, row * I + i, v_silu(gate) * up, lanes, is_float);
     }
 }
 
@@ -99,7 +103,7 @@ void silu_and_mul(int64_t num_threads, int64_t T, int64_t I, int is_float, const
     launch_rows(num_threads, &call);
 }
 
-/* ---- Rotary embedding, in place ---- */
+/* ---- Queries and keys: norm of every head, rotary embedding, both in place, and keys and values into their slots ---- */
 
 typedef struct {
     TaskQueue queue; /* a task: ROWS_PER_TASK tokens */
@@ -109,7 +113,12 @@ typedef struct {
     void *query, *key;
     int64_t query_stride, key_stride; /* elements from token to token; heads of a token are contiguous */
     const float *cos_sin;             /* [max_position, rotary_dim]: cosines, then sines */
-} RotaryCall;
+    const void *query_norm, *key_norm; /* [head_dim], or NULL */
+    float eps;
+    const void *value; /* strided like the key; NULL if nothing is stored */
+    char *key_cache, *value_cache;
+    const int64_t *slots;
+} TokensCall;
 
 ALWAYS_INLINE void rotate_head(void *head, int64_t at, const float *cosine, const float *sine, int64_t half, int is_float, int interleaved) {
     if (interleaved) { /* pairs (2i, 2i + 1) */
@@ -135,45 +144,93 @@ ALWAYS_INLINE void rotate_head(void *head, int64_t at, const float *cosine, cons
     }
 }
 
-ALWAYS_INLINE void rotate_token(const RotaryCall *call, int64_t token, int is_float, int interleaved) {
-    int64_t half = call->rotary_dim / 2;
-    const float *cosine = call->cos_sin + call->positions[token] * call->rotary_dim, *sine = cosine + half;
-    for (int64_t h = 0; h < call->num_query_heads; h++)
-        rotate_head(call->query, token * call->query_stride + h * call->head_dim, cosine, sine, half, is_float, interleaved);
-    for (int64_t h = 0; h < call->num_key_heads; h++)
-        rotate_head(call->key, token * call->key_stride + h * call->head_dim, cosine, sine, half, is_float, interleaved);
+ALWAYS_INLINE void norm_head(void *head, int64_t at, const void *weight, int64_t D, float eps, int is_float) {
+    vf squares = {0};
+    for (int64_t i = 0; i < D; i += VL) {
+        vf value = v_load_any(head, at + i, lanes_left(i, D), is_float);
+        squares = v_fma(value, value, squares);
+    }
+    scale_row(head, at, head, at, weight, D, v_sum(squares), eps, is_float);
 }
 
-static void run_rotary(void *context) {
-    RotaryCall *call = context;
+ALWAYS_INLINE void prepare_heads(const TokensCall *call, int64_t token, void *heads, int64_t at, int64_t num_heads, const void *norm,
+                                 int is_float, int interleaved) {
+    int64_t half = call->rotary_dim / 2;
+    const float *cosine = call->cos_sin + call->positions[token] * call->rotary_dim, *sine = cosine + half;
+    for (int64_t h = 0; h < num_heads; h++, at += call->head_dim) {
+        if (norm) norm_head(heads, at, norm, call->head_dim, call->eps, is_float);
+        rotate_head(heads, at, cosine, sine, half, is_float, interleaved);
+    }
+}
+
+ALWAYS_INLINE void prepare_token(const TokensCall *call, int64_t token, int is_float, int interleaved) {
+    int64_t query_at = token * call->query_stride, key_at = token * call->key_stride;
+    prepare_heads(call, token, call->query, query_at, call->num_query_heads, call->query_norm, is_float, interleaved);
+    prepare_heads(call, token, call->key, key_at, call->num_key_heads, call->key_norm, is_float, interleaved);
+    if (!call->value || call->slots[token] < 0) return;
+    int64_t size = is_float ? sizeof(float) : sizeof(bf16), bytes = call->num_key_heads * call->head_dim * size;
+    memcpy(call->key_cache + call->slots[token] * bytes, (const char *)call->key + key_at * size, (size_t)bytes);
+    memcpy(call->value_cache + call->slots[token] * bytes, (const char *)call->value + key_at * size, (size_t)bytes);
+}
+
+static void run_tokens(void *context) {
+    TokensCall *call = context;
     for (int64_t task; (task = take_task(&call->queue)) < call->queue.num_tasks;) {
         int64_t end = (task + 1) * ROWS_PER_TASK < call->num_tokens ? (task + 1) * ROWS_PER_TASK : call->num_tokens;
         for (int64_t token = task * ROWS_PER_TASK; token < end; token++) {
             if (call->is_float && call->interleaved)
-                rotate_token(call, token, 1, 1);
+                prepare_token(call, token, 1, 1);
             else if (call->is_float)
-                rotate_token(call, token, 1, 0);
+                prepare_token(call, token, 1, 0);
             else if (call->interleaved)
-                rotate_token(call, token, 0, 1);
+                prepare_token(call, token, 0, 1);
             else
-                rotate_token(call, token, 0, 0);
+                prepare_token(call, token, 0, 0);
         }
     }
 }
 
+static void launch_tokens(int64_t num_threads, TokensCall *call) {
+    call->queue = (TaskQueue){.num_tasks = (call->num_tokens + ROWS_PER_TASK - 1) / ROWS_PER_TASK};
+    int64_t elements = call->num_tokens * (call->num_query_heads + call->num_key_heads) * call->head_dim;
+    run_on_threads(elements < 2 * ELEMENTS_WORTH_A_THREAD ? 1 : num_threads, run_tokens, call);
+}
+
+static int all_below(const int64_t *values, int64_t count, int64_t low, int64_t high) {
+    for (int64_t i = 0; i < count; i++)
+        if (values[i] < low || values[i] >= high) return 0;
+    return 1;
+}
+
 /* Returns non-zero at a position outside the table, with nothing rotated. */
 int rotary_embedding(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
-                      int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *query,
+                     int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *query,
                      int64_t query_stride, void *key, int64_t key_stride, const float *cos_sin, int64_t max_position) {
-    for (int64_t t = 0; t < T; t++)
-        if (positions[t] < 0 || positions[t] >= max_position) return 1;
-    RotaryCall call = {.queue = {.num_tasks = (T + ROWS_PER_TASK - 1) / ROWS_PER_TASK},
-                       .num_tokens = T, .num_query_heads = num_query_heads, .num_key_heads = num_key_heads,
+    TokensCall call = {.num_tokens = T, .num_query_heads = num_query_heads, .num_key_heads = num_key_heads,
                        .head_dim = head_dim, .rotary_dim = rotary_dim, .is_float = is_float, .interleaved = interleaved,
                        .positions = positions, .query = query, .key = key, .query_stride = query_stride,
                        .key_stride = key_stride, .cos_sin = cos_sin};
-    int64_t elements = T * (num_query_heads + num_key_heads) * rotary_dim;
-    run_on_threads(elements < 2 * ELEMENTS_WORTH_A_THREAD ? 1 : num_threads, run_rotary, &call);
+    if (!all_below(positions, T, 0, max_position)) return 1;
+    launch_tokens(num_threads, &call);
+    return 0;
+}
+
+/* A token's qkv is [query heads, key heads, value heads] of head_dim; the norms may be NULL; a negative slot is not stored.
+ * Returns 1 at a position outside the table and 2 at a slot outside the pools, with nothing done. */
+int prepare_qkv(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
+                int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *qkv, int64_t qkv_stride,
+                const void *query_norm, const void *key_norm, float eps, const float *cos_sin, int64_t max_position,
+                void *key_cache, void *value_cache, int64_t num_slots, const int64_t *slots) {
+    int64_t size = is_float ? sizeof(float) : sizeof(bf16);
+    char *key = (char *)qkv + num_query_heads * head_dim * size, *value = key + num_key_heads * head_dim * size;
+    TokensCall call = {.num_tokens = T, .num_query_heads = num_query_heads, .num_key_heads = num_key_heads,
+                       .head_dim = head_dim, .rotary_dim = rotary_dim, .is_float = is_float, .interleaved = interleaved,
+                       .positions = positions, .query = qkv, .key = key, .query_stride = qkv_stride,
+                       .key_stride = qkv_stride, .cos_sin = cos_sin, .query_norm = query_norm, .key_norm = key_norm,
+                       .eps = eps, .value = value, .key_cache = key_cache, .value_cache = value_cache, .slots = slots};
+    if (!all_below(positions, T, 0, max_position)) return 1;
+    if (!all_below(slots, T, INT64_MIN, num_slots)) return 2;
+    launch_tokens(num_threads, &call);
     return 0;
 }
 

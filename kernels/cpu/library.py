@@ -12,7 +12,7 @@ from kernels.cpu.compiler import CompilationError, build_library, cache_folder
 logger = logging.getLogger(__name__)
 
 _INT, _SIZE, _FLOAT, _POINTER = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
-_LINEAR = (_SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _INT)
+_LINEAR = (_SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _INT, _INT)
 
 # Argument types by function, in the order of its definition in C; a function returns an int if it can fail.
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
@@ -31,6 +31,16 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "store_kv": (_INT, (_SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER)),
     "embedding": (_INT, (_SIZE, _SIZE, _SIZE, _INT, _POINTER, _POINTER, _POINTER)),
+    "qkv_attention": (
+        _INT,
+        (
+            *(_SIZE,) * 10,
+            *(_INT, _INT, _FLOAT, _FLOAT),
+            *(_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _SIZE),
+            *(_POINTER,) * 6,
+            *(_SIZE, _POINTER),
+        ),
+    ),
     "paged_attention": (
         _INT,
         (*(_SIZE,) * 8, _INT, _FLOAT, _POINTER, _SIZE, *(_POINTER,) * 5, _SIZE, _POINTER),

@@ -1,4 +1,5 @@
-/* out[M, N] = x[M, K] @ weight[N, K]^T + bias[N], weights packed in blocks of NB columns (dot_tile.h).
+/* out[M, N] = x[M, K] @ weight[N, K]^T + bias[N], weights packed in blocks of NB columns (dot_tile.h); or, gated,
+ * out[M, N] = silu(x @ gate^T) * (x @ up^T), the weight being [2N, K]: gate, then up.
  *
  * x is bf16 or float like the weights, sums are float, out is bf16 or float. Tasks are blocks of columns, and for many
  * rows panels of rows too; the sum over k is never split. Every output is therefore the same chain of operations
@@ -26,73 +27,71 @@ typedef struct {
     void *out;        /* M rows of N, out_stride elements apart */
     int64_t out_stride;
     int out_is_float, weight_is_float;
+    int gated; /* the weight has 2N rows, N a multiple of NB, and there is no bias */
 } LinearCall;
 
-/* Adds the bias and writes `rows` rows of `columns` <= NB outputs. */
-ALWAYS_INLINE void write_tile(const LinearCall *call, int rows, vf (*acc)[NV], int64_t row, int64_t column) {
-    for (int v = 0; v < NV; v++) {
-        int64_t first = column + v * VL;
+/* Adds the bias and writes `rows` rows of at most NB outputs. */
+static void write_tile(const LinearCall *call, int rows, const float *tile, int64_t row, int64_t column) {
+    for (int64_t first = column; first < column + NB && first < call->N; first += VL) {
         int lanes = lanes_left(first, call->N);
-        if (lanes <= 0) return;
         vf bias = {0};
         if (call->bias) bias = v_load_any(call->bias, first, lanes, call->weight_is_float);
         for (int m = 0; m < rows; m++) {
-            vf value = call->bias ? acc[m][v] + bias : acc[m][v];
+            vf value = v_load(tile + m * NB + first - column);
+            if (call->bias) value += bias;
             v_store_any(call->out, (row + m) * call->out_stride + first, value, lanes, call->out_is_float);
         }
     }
 }
 
-ALWAYS_INLINE void compute_tile(const LinearCall *call, int is_float, int rows, int64_t row, int64_t block) {
-    vf acc[MAX_ROWS][NV];
-    size_t stride = (size_t)call->row_stride;
-    if (is_float) {
-        const float *columns = (const float *)call->weight + (size_t)block * call->K * NB;
-        dot_tile_float(rows, acc, (const float *)call->x + row * stride, stride, columns, (int)call->K);
-    } else {
-        int pairs = (int)((call->K + 1) / 2);
-        const bf16 *columns = (const bf16 *)call->weight + (size_t)block * pairs * NB * 2;
-        dot_tile_bf16(rows, acc, (const bf16_row_t *)call->x + row * stride, stride, columns, pairs);
+/* Writes silu(gate) * up, rounding both first as if they had been written out. */
+static void write_gated_tile(const LinearCall *call, int rows, const float *gate, const float *up, int64_t row, int64_t column) {
+    for (int m = 0; m < rows; m++) {
+        for (int i = 0; i < NB; i += VL) {
+            vf g = v_load(gate + m * NB + i), u = v_load(up + m * NB + i);
+            if (!call->out_is_float) g = v_round_bf16(g), u = v_round_bf16(u);
+            v_store_any(call->out, (row + m) * call->out_stride + column + i, v_silu(g) * u, VL, call->out_is_float);
+        }
     }
-    write_tile(call, rows, acc, row, block * NB);
 }
 
-/* One instance a number of rows, so that the accumulators are registers. */
-#define CASE(R)                                        \
-    case R:                                            \
-        compute_tile(call, is_float, R, row, block);   \
-        break;
+/* The products of `rows` rows with a block of the weight */
+static void dot_block(const LinearCall *call, int rows, int64_t row, int64_t block, float *tile) {
+    int64_t element = call->weight_is_float ? sizeof(float) : sizeof(bf16);
+    int64_t row_element = call->weight_is_float ? sizeof(float) : sizeof(bf16_row_t);
+    int64_t depth = call->weight_is_float ? call->K : (call->K + 1) / 2 * 2;
+    const char *x = (const char *)call->x + row * call->row_stride * row_element;
+    const char *columns = (const char *)call->weight + block * depth * NB * element;
+    dot_tile(x, (size_t)call->row_stride, rows, columns, (int)call->K, call->weight_is_float, tile, NB);
+}
 
-ALWAYS_INLINE void compute_rows(const LinearCall *call, int is_float, int64_t row, int64_t end, int64_t block) {
+static void compute_block(const LinearCall *call, int64_t row, int64_t end, int64_t block) {
+    float tile[MAX_ROWS * NB], up[MAX_ROWS * NB];
     int64_t tiles = (end - row + MAX_ROWS - 1) / MAX_ROWS;
     for (; tiles > 0; tiles--) { /* tiles of nearly equal size: a last one of few rows would not hide its latency */
         int rows = (int)((end - row + tiles - 1) / tiles);
-        switch (rows) {
-            CASE(1)
-#if MAX_ROWS >= 3
-            CASE(2) CASE(3)
-#endif
-#if MAX_ROWS >= 12
-            CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
-#endif
+        dot_block(call, rows, row, block, tile);
+        if (call->gated) {
+            dot_block(call, rows, row, block + call->N / NB, up);
+            write_gated_tile(call, rows, tile, up, row, block * NB);
+        } else {
+            write_tile(call, rows, tile, row, block * NB);
         }
         row += rows;
     }
 }
 
-static void compute_tasks(LinearCall *call, int is_float) {
+static void compute_tasks(void *context) {
+    LinearCall *call = context;
     int64_t num_blocks = (call->N + NB - 1) / NB;
     for (int64_t task; (task = take_task(&call->queue)) < call->queue.num_tasks;) {
         int64_t block = task / call->num_panels * call->blocks_per_task;
         int64_t end_block = block + call->blocks_per_task < num_blocks ? block + call->blocks_per_task : num_blocks;
         int64_t row = task % call->num_panels * call->panel_rows;
         int64_t end = row + call->panel_rows < call->M ? row + call->panel_rows : call->M;
-        for (; block < end_block; block++) compute_rows(call, is_float, row, end, block);
+        for (; block < end_block; block++) compute_block(call, row, end, block);
     }
 }
-
-static void work_float(void *call) { compute_tasks(call, 1); }
-static void work_bf16(void *call) { compute_tasks(call, 0); }
 
 static void run(LinearCall *call, int64_t num_threads) {
     int64_t num_blocks = (call->N + NB - 1) / NB;
@@ -103,8 +102,9 @@ static void run(LinearCall *call, int64_t num_threads) {
     call->blocks_per_task = blocks < 1 ? 1 : blocks > 8 ? 8 : blocks;
     int64_t columns = (num_blocks + call->blocks_per_task - 1) / call->blocks_per_task;
     call->queue = (TaskQueue){.num_tasks = columns * call->num_panels, .next = 0};
-    if (call->M * call->N * call->K < 1 << 16) num_threads = 1; /* a microsecond's work: not worth a second core */
-    run_on_threads(num_threads, call->weight_is_float ? work_float : work_bf16, call);
+    if (call->M * call->N * call->K * (1 + call->gated) < 1 << 16)
+        num_threads = 1; /* a microsecond's work: not worth a second core */
+    run_on_threads(num_threads, compute_tasks, call);
 }
 
 /* Rows as dot_tile_bf16 wants them: padded to whole pairs, converted where there is no bf16 instruction. */
@@ -121,19 +121,20 @@ static bf16_row_t *convert_rows(const bf16 *x, int64_t M, int64_t K, int64_t row
     return rows;
 }
 
+/* A weight [2N, K] and no bias if gated, N being a multiple of NB. */
 int linear_float(int64_t num_threads, int64_t M, int64_t N, int64_t K, const float *x, int64_t row_stride,
-                 const float *weight, const float *bias, void *out, int out_is_float) {
+                 const float *weight, const float *bias, void *out, int out_is_float, int gated) {
     LinearCall call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .bias = bias,
-                       .out = out, .out_stride = N, .out_is_float = out_is_float, .weight_is_float = 1};
+                       .out = out, .out_stride = N, .out_is_float = out_is_float, .weight_is_float = 1, .gated = gated};
     run(&call, num_threads);
     return 0;
 }
 
-/* Returns non-zero if memory for converted rows could not be had. */
+/* The same in bf16. Returns non-zero if memory for converted rows could not be had. */
 int linear_bf16(int64_t num_threads, int64_t M, int64_t N, int64_t K, const bf16 *x, int64_t row_stride,
-                const bf16 *weight, const bf16 *bias, void *out, int out_is_float) {
+                const bf16 *weight, const bf16 *bias, void *out, int out_is_float, int gated) {
     LinearCall call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .bias = bias,
-                       .out = out, .out_stride = N, .out_is_float = out_is_float, .weight_is_float = 0};
+                       .out = out, .out_stride = N, .out_is_float = out_is_float, .weight_is_float = 0, .gated = gated};
     if (BF16_ROWS_AS_FLOAT || K % 2) {
         bf16_row_t *rows = convert_rows(x, M, K, row_stride);
         if (!rows) return 1;
@@ -144,63 +145,66 @@ int linear_bf16(int64_t num_threads, int64_t M, int64_t N, int64_t K, const bf16
     return 0;
 }
 
-/* The rows of one weight: row i is `first + i * row_step` of x and of out. */
+/* The rows first_row, first_row + row_step, ... of x and out, and the matrix that is theirs */
 typedef struct {
-    int64_t weight, first, count;
+    int64_t weight, first_row, num_rows;
 } Group;
 
 typedef struct {
-    TaskQueue queue; /* a task: `call.blocks_per_task` blocks of columns of one group */
-    int64_t tasks_per_group, row_step, weight_bytes;
+    LinearCall call; /* of all rows; a group's differs in where its rows and its matrix start */
     const Group *groups;
-    LinearCall call; /* what the groups have in common: x, weight and out are the first of each */
+    int64_t row_step, matrix_bytes;
 } GroupedCall;
 
-static void compute_group_tasks(GroupedCall *grouped, int is_float) {
-    int64_t num_blocks = (grouped->call.N + NB - 1) / NB, size = is_float ? sizeof(float) : sizeof(bf16_row_t);
-    int64_t out_size = grouped->call.out_is_float ? sizeof(float) : sizeof(bf16);
-    for (int64_t task; (task = take_task(&grouped->queue)) < grouped->queue.num_tasks;) {
-        const Group *group = grouped->groups + task / grouped->tasks_per_group;
-        LinearCall call = grouped->call;
-        call.x = (const char *)call.x + group->first * call.row_stride * size;
-        call.row_stride *= grouped->row_step;
-        call.weight = (const char *)call.weight + group->weight * grouped->weight_bytes;
-        call.out = (char *)call.out + group->first * call.out_stride * out_size;
-        call.out_stride *= grouped->row_step;
-        int64_t first_block = task % grouped->tasks_per_group * call.blocks_per_task;
-        int64_t end_block = first_block + call.blocks_per_task < num_blocks ? first_block + call.blocks_per_task : num_blocks;
-        for (int64_t row = 0; row < group->count; row += PANEL_ROWS) {
-            int64_t end = row + PANEL_ROWS < group->count ? row + PANEL_ROWS : group->count;
-            for (int64_t block = first_block; block < end_block; block++) compute_rows(&call, is_float, row, end, block);
-        }
+static void compute_group_tasks(void *context) {
+    GroupedCall *grouped = context;
+    const LinearCall *all = &grouped->call;
+    int64_t num_blocks = (all->N + NB - 1) / NB;
+    int64_t columns = (num_blocks + all->blocks_per_task - 1) / all->blocks_per_task;
+    size_t row_bytes = (size_t)all->row_stride * (all->weight_is_float ? sizeof(float) : sizeof(bf16_row_t));
+    size_t out_bytes = (size_t)all->N * (all->out_is_float ? sizeof(float) : sizeof(bf16));
+    for (int64_t task; (task = take_task(&grouped->call.queue)) < all->queue.num_tasks;) {
+        const Group *group = &grouped->groups[task / (columns * all->num_panels)];
+        int64_t row = task % all->num_panels * all->panel_rows;
+        int64_t end = row + all->panel_rows < group->num_rows ? row + all->panel_rows : group->num_rows;
+        if (row >= end) continue; /* the panels are those of the largest group */
+        LinearCall part = *all;
+        part.x = (const char *)all->x + group->first_row * row_bytes;
+        part.row_stride = all->row_stride * grouped->row_step;
+        part.weight = (const char *)all->weight + group->weight * grouped->matrix_bytes;
+        part.out = (char *)all->out + group->first_row * out_bytes;
+        part.out_stride = all->N * grouped->row_step;
+        int64_t block = task / all->num_panels % columns * all->blocks_per_task;
+        int64_t end_block = block + all->blocks_per_task < num_blocks ? block + all->blocks_per_task : num_blocks;
+        for (; block < end_block; block++) compute_block(&part, row, end, block);
     }
 }
 
-static void work_groups_float(void *grouped) { compute_group_tasks(grouped, 1); }
-static void work_groups_bf16(void *grouped) { compute_group_tasks(grouped, 0); }
-
-/* x: M rows, row_stride elements apart; out: M rows of N; weights [.., N, K] packed one behind the other.
- * Returns non-zero if memory for converted rows could not be had. */
-int grouped_linear(int64_t num_threads, int64_t num_groups, const Group *groups, int64_t row_step, int64_t M, int64_t N, int64_t K,
-                   int is_float, const void *x, int64_t row_stride, const void *weight, void *out, int out_is_float) {
-    int64_t num_blocks = (N + NB - 1) / NB, depth = is_float ? K : (K + 1) / 2 * 2;
-    GroupedCall grouped = {
-        .groups = groups,
-        .row_step = row_step,
-        .weight_bytes = num_blocks * NB * depth * (int64_t)(is_float ? sizeof(float) : sizeof(bf16)),
-        .call = {.N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .out = out, .out_stride = N,
-                 .out_is_float = out_is_float, .weight_is_float = is_float}};
+/* x [M, K], groups [num_groups][3], weight: the packed matrices one after the other, out [M, N]. Returns non-zero if
+ * memory for converted rows could not be had. */
+int grouped_linear(int64_t num_threads, int64_t num_groups, const int64_t *groups, int64_t row_step, int64_t M, int64_t N,
+                   int64_t K, int is_float, const void *x, int64_t row_stride, const void *weight, void *out, int out_is_float) {
+    GroupedCall grouped = {.call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .out = out,
+                                    .out_stride = N, .out_is_float = out_is_float, .weight_is_float = is_float},
+                           .groups = (const Group *)groups, .row_step = row_step};
+    LinearCall *call = &grouped.call;
+    int64_t num_blocks = (N + NB - 1) / NB, largest = 0;
+    grouped.matrix_bytes = num_blocks * NB * (is_float ? K * (int64_t)sizeof(float) : (K + 1) / 2 * 2 * (int64_t)sizeof(bf16));
+    for (int64_t g = 0; g < num_groups; g++)
+        if (grouped.groups[g].num_rows > largest) largest = grouped.groups[g].num_rows;
+    if (!largest) return 0;
     if (!is_float && (BF16_ROWS_AS_FLOAT || K % 2)) {
-        bf16_row_t *rows = convert_rows(x, M, K, row_stride);
-        if (!rows) return 1;
-        grouped.call.x = rows;
-        grouped.call.row_stride = (K + 1) / 2 * 2;
+        call->x = convert_rows(x, M, K, row_stride);
+        if (!call->x) return 1;
+        call->row_stride = (K + 1) / 2 * 2;
     }
-    int64_t blocks = num_blocks * num_groups / (num_threads * 16);
-    grouped.call.blocks_per_task = blocks < 1 ? 1 : blocks > 8 ? 8 : blocks;
-    grouped.tasks_per_group = (num_blocks + grouped.call.blocks_per_task - 1) / grouped.call.blocks_per_task;
-    grouped.queue = (TaskQueue){.num_tasks = grouped.tasks_per_group * num_groups, .next = 0};
+    call->num_panels = (largest + PANEL_ROWS - 1) / PANEL_ROWS;
+    call->panel_rows = (largest + call->num_panels - 1) / call->num_panels;
+    int64_t blocks = num_groups * num_blocks * call->num_panels / (num_threads * 16);
+    call->blocks_per_task = blocks < 1 ? 1 : blocks > 8 ? 8 : blocks;
+    int64_t columns = (num_blocks + call->blocks_per_task - 1) / call->blocks_per_task;
+    call->queue = (TaskQueue){.num_tasks = num_groups * columns * call->num_panels};
     if (M * N * K < 1 << 16) num_threads = 1;
-    run_on_threads(num_threads, is_float ? work_groups_float : work_groups_bf16, &grouped);
+    run_on_threads(num_threads, compute_group_tasks, &grouped);
     return 0;
 }

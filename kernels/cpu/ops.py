@@ -9,6 +9,7 @@ import torch
 from kernels import reference
 from kernels.cpu.attention import latent_attention, paged_attention, store_kv, store_latent
 from kernels.cpu.calls import as_rows, check_memory, functions, loaded_library, token_rows
+from kernels.cpu.fused import linear_silu_and_mul, qkv_attention
 from kernels.cpu.grouped_linear import batched_linear, grouped_linear
 from kernels.cpu.library import load_library
 from kernels.packed_weight import PackedWeight, Weight
@@ -21,8 +22,10 @@ __all__ = [
     "is_available",
     "latent_attention",
     "linear",
+    "linear_silu_and_mul",
     "pack_weight",
     "paged_attention",
+    "qkv_attention",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",
@@ -93,6 +96,7 @@ def linear(
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         out.dtype == torch.float32,
+        False,
     )
     check_memory(failed)
     return out

@@ -141,6 +141,12 @@ ALWAYS_INLINE void v_store_bf16(bf16 *p, vf x) {
     memcpy(p, &h, sizeof h);
 }
 
+ALWAYS_INLINE vf v_round_bf16(vf x) {
+    bf16 lanes[VL];
+    v_store_bf16(lanes, x);
+    return v_load_bf16(lanes);
+}
+
 /* The first n < VL lanes; the others read as 0 and are not written. */
 ALWAYS_INLINE vf v_load_n(const float *p, int n) {
     float lanes[VL] = {0};
@@ -241,3 +247,5 @@ ALWAYS_INLINE vf v_exp(vf x) {
     y = v_select(below, v_set1(0.0f), y);
     return v_select(above, v_set1(__builtin_inff()), y);
 }
+
+ALWAYS_INLINE vf v_silu(vf x) { return x / (v_set1(1.0f) + v_exp(-x)); }

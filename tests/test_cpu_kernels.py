@@ -3,6 +3,7 @@
 Everything runs once for each instruction set that the C sources know and this CPU has.
 """
 
+import dataclasses
 import functools
 import logging
 import os
@@ -240,6 +241,62 @@ def test_float_results_round_to_bf16_like_torch() -> None:
     values = torch.cat([torch.randn(1000), torch.tensor([torch.inf, -torch.inf, 3.4e38, 1.00390625, 1.01171875, -0.0])])
     out = ops.linear(values[:, None], ops.pack_weight(torch.ones(1, 1)), out_dtype=torch.bfloat16)
     assert torch.equal(out[:, 0], values.bfloat16())
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestFused:
+    """Several kernels in one call give bit for bit what one call each does."""
+
+    @pytest.mark.parametrize(("width", "num_columns"), [(1, 1), (32, 34), (50, 33), (96, 131)])
+    def test_linear_silu_and_mul(self, dtype: torch.dtype, width: int, num_columns: int) -> None:
+        weight = random(2 * width, num_columns, dtype=dtype, scale=num_columns**-0.5)
+        packed = ops.pack_weight(weight)
+        for num_tokens in (0, 1, 2, 5, 33, 130):
+            x = random(num_tokens, num_columns, dtype=dtype, seed=1, scale=3)
+            fused = ops.linear_silu_and_mul(x, packed)
+            assert torch.equal(fused, ops.silu_and_mul(ops.linear(x, packed)))
+            assert_close(ops.linear_silu_and_mul(x, weight), fused.double())
+        assert torch.equal(ops.linear_silu_and_mul(x.view(2, 65, -1), packed), fused.view(2, 65, -1))
+
+    @pytest.mark.parametrize("interleaved", [False, True])
+    @pytest.mark.parametrize("normed", [False, True])
+    @pytest.mark.parametrize(("head_dim", "rotary_dim", "block_size"), [(20, 12, 8), (64, 64, 16)])
+    def test_qkv_attention(
+        self, dtype: torch.dtype, interleaved: bool, normed: bool, head_dim: int, rotary_dim: int, block_size: int
+    ) -> None:
+        case = make_case([(5, 37), (1, 140), (3, 3)], 6, 2, head_dim, block_size, num_padding_rows=1).to(dtype)
+        positions = torch.tensor([32, 33, 34, 35, 36, 139, 0, 1, 2, 0])
+        sequences = [0] * 5 + [1] + [2] * 3
+        metadata, slots = case.metadata, torch.full((10,), -1)
+        for row, seq in enumerate(sequences):
+            block = int(metadata.block_tables[seq, positions[row] // block_size])
+            slots[row] = block * block_size + positions[row] % block_size
+        metadata = dataclasses.replace(metadata, slot_mapping=slots)
+        wide = random(10, 10 * head_dim + 3, dtype=dtype, seed=1)
+        qkv, sliding_window = wide[:, 1 : 10 * head_dim + 1], 30
+        cos_sin_cache = random(140, rotary_dim, dtype=torch.float32, seed=2)
+        norms = [random(head_dim, dtype=dtype, seed=seed) if normed else None for seed in (3, 4)]
+
+        query, key, value = qkv.clone().view(10, 10, head_dim).split((6, 2, 2), dim=1)
+        if normed:
+            query, key = (ops.rms_norm(x, norm, 1e-5) for x, norm in zip((query, key), norms, strict=True))
+        query, key = ops.rotary_embedding(positions, query, key, cos_sin_cache, interleaved)
+        caches = [case.key_cache.clone(), case.value_cache.clone()]
+        ops.store_kv(key, value, *caches, slots)
+        expected = ops.paged_attention(query, *caches, metadata, case.scale, sliding_window)
+
+        tables = (cos_sin_cache, interleaved, *norms, 1e-5, case.key_cache, case.value_cache)
+        with pytest.raises(IndexError, match="position"):
+            ops.qkv_attention(positions + 1, qkv, *tables, metadata, case.scale, sliding_window)
+        outside = dataclasses.replace(metadata, slot_mapping=slots + case.key_cache.shape[0] * block_size)
+        with pytest.raises(IndexError, match="slot"):
+            ops.qkv_attention(positions, qkv, *tables, outside, case.scale, sliding_window)
+        out = ops.qkv_attention(positions, qkv, *tables, metadata, case.scale, sliding_window)
+        assert torch.equal(out, expected.flatten(1))
+        assert not out.isnan().any()
+        for cache, twin in zip((case.key_cache, case.value_cache), caches, strict=True):
+            torch.testing.assert_close(cache, twin, rtol=0, atol=0, equal_nan=True)
 
 
 RAGGED = [(1, 1), (1, 300), (5, 37), (140, 140), (1, 0), (20, 140), (0, 9), (3, 129)]

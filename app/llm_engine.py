@@ -88,7 +88,10 @@ class LLMEngine:
         self.tokenizer = loaded.tokenizer
         self.draft_length = FixedDraftLength(speculative.draft_limit if speculative else 0)
         self.block_manager = BlockManager(
-            loaded.num_blocks, self.config.block_size, enable_prefix_caching=self.config.enable_prefix_caching
+            loaded.num_blocks,
+            self.config.block_size,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            num_lookahead_tokens=loaded.num_lookahead_tokens,
         )
         self.scheduler = Scheduler(
             SchedulerLimits(self.config.max_num_seqs, self.config.max_num_batched_tokens, loaded.max_model_len),

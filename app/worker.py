@@ -48,8 +48,10 @@ class Worker:
     def speculative_step(self, plan: StepPlan) -> StepResult:
         """Propose, verify, reject, commit: one step of every scheduled sequence."""
         clock = _PhaseClock()
+        drafter_fault = self._catch_up()
         self.state.apply(plan)
-        drafts, drafter_fault = self._propose(plan)
+        drafts, fault = self._propose(plan)
+        drafter_fault = fault or drafter_fault
         clock.lap("propose_s")
         batch = self._lay_out(plan, drafts)
         output = self.model_runner.forward(batch)
@@ -72,6 +74,15 @@ class Worker:
         totals = self.controller.totals
         gains = {"predicted_gain": totals.predicted_gain, "measured_gain": totals.measured_gain}
         return {f"controller_{name}": value for name, value in {**vars(totals), **gains}.items()}
+
+    def _catch_up(self) -> str | None:
+        if self.proposer is None:
+            return None
+        try:
+            self.proposer.catch_up(self.state)
+        except Exception:
+            return self._drafter_fault()
+        return None
 
     def _propose(self, plan: StepPlan) -> tuple[Drafts, str | None]:
         if self.proposer is None:

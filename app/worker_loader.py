@@ -44,6 +44,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     num_blocks: int
+    num_lookahead_tokens: int  # that the prefix cache's digests must cover, for the drafter's sake
     weight_bytes: int  # of the target, read once a step
 
 
@@ -64,7 +65,7 @@ def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedMod
     model = load_model(folder, DTYPES.get(config.dtype), device, progress, max_model_len)
     loaded_proposer = load_proposer(
         config.speculative_config,
-        TargetContext(model.config, tokenizer, max_model_len, model.config.dtype, device, progress),
+        TargetContext(folder, model, model.config, tokenizer, max_model_len, model.config.dtype, device, progress),
     )
     target_specs = model.kv_specs()
     drafter_specs = loaded_proposer.kv_specs if loaded_proposer is not None else []
@@ -85,42 +86,55 @@ def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedMod
         max_model_len,
     )
 
+    worker = build_worker(config, model, loaded_proposer, pool, max_model_len)
+    return worker, LoadedModel(
+        tokenizer=tokenizer,
+        eos_token_ids=model_config.eos_token_ids,
+        vocab_size=model_config.vocab_size,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        num_lookahead_tokens=loaded_proposer.num_lookahead_tokens if loaded_proposer is not None else 0,
+        weight_bytes=weight_bytes(model),
+    )
+
+
+def build_worker(
+    config: EngineConfig, model: CausalLM, loaded_proposer: LoadedProposer | None, pool: KVCache, max_model_len: int
+) -> Worker:
+    """The worker of loaded networks and an allocated pool."""
     state = SequenceState(config.max_num_seqs, max_model_len, config.block_size)
     sampler = Sampler(LogitsProcessor(state))
-    verification = config.speculative_config.verification if config.speculative_config is not None else "auto"
-    proposer = None
+    num_layers, speculative, device = len(model.kv_specs()), config.speculative_config, pool.device
+    verification = speculative.verification if speculative is not None else "auto"
+    proposer, controller = None, None
     if loaded_proposer is not None:
+        assert speculative is not None
         proposer = loaded_proposer.build(
             ProposerContext(
-                state,
-                sampler,
-                verification,
-                pool.layers[len(target_specs) :],
-                num_blocks,
-                config.max_num_batched_tokens,
-                device,
+                state=state,
+                sampler=sampler,
+                verification=verification,
+                kv_layers=pool.layers[num_layers:],
+                num_blocks=pool.num_blocks,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                device=device,
             )
         )
-    controller = None
-    speculative = config.speculative_config
-    if loaded_proposer is not None and speculative is not None and speculative.num_speculative_tokens == "auto":
-        controller = load_controller(config, model, loaded_proposer, pool, device)
-    worker = Worker(
-        state,
-        ModelRunner(model, pool.layers[: len(target_specs)]),
-        Verifier(sampler, verification),
-        proposer,
-        controller,
-        model_config.vocab_size,
-        device,
-    )
-    return worker, LoadedModel(
-        tokenizer, model_config.eos_token_ids, model_config.vocab_size, max_model_len, num_blocks, weight_bytes(model)
+        if speculative.num_speculative_tokens == "auto":
+            controller = load_controller(config, model, loaded_proposer, pool)
+    return Worker(
+        state=state,
+        model_runner=ModelRunner(model, pool.layers[:num_layers]),
+        verifier=Verifier(sampler, verification),
+        proposer=proposer,
+        controller=controller,
+        vocab_size=model.config.vocab_size,
+        device=device,
     )
 
 
 def load_controller(
-    config: EngineConfig, model: CausalLM, proposer: LoadedProposer, pool: KVCache, device: torch.device
+    config: EngineConfig, model: CausalLM, proposer: LoadedProposer, pool: KVCache
 ) -> DraftLengthController:
     """Times passes of the target, and of the drafter if there is one, to start the controller's cost models."""
     assert config.speculative_config is not None

@@ -158,6 +158,9 @@ class FailingProposer:
         self.num_resets = 0
         self._drafts = drafts
 
+    def catch_up(self, state) -> None:
+        raise RuntimeError("the drafter is broken")
+
     def propose(self, state, plan):
         if self._drafts is None:
             raise RuntimeError("the drafter is broken")

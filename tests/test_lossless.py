@@ -1,9 +1,11 @@
 """Greedy and seeded text is the plain one, whatever drafts, batch mates, chunks, preemptions and cache hits do."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from app.engine.plan import StepPlan
 from app.engine.sampling_params import SamplingParams
@@ -11,9 +13,10 @@ from app.engine.sequence_state import SequenceState
 from app.llm_engine import LLMEngine
 from app.speculative.proposer import Drafts
 from app.speculative.registry import PROPOSERS
-from models.config import read_model_config
+from models.loader import load_model
 
-ARCHITECTURES = ["llama", "llama3", "llama_tied", "qwen2", "qwen3", "mistral"]
+ARCHITECTURES = ["llama", "llama3", "llama_tied", "qwen2", "qwen3", "mistral", "deepseek_v3"]
+MTP_ARCHITECTURES = ["deepseek_v3"]
 MAX_TOKENS = 24
 MAX_MODEL_LEN = 96
 BLOCK_SIZE = 8
@@ -38,11 +41,24 @@ def speculative_config(method: str, tiny_checkpoint, architecture: str) -> dict 
         "ngram": {"min_n": 1, "max_n": 3},
         "draft_model": {"model": str(tiny_checkpoint(architecture, num_hidden_layers=1))},
         "perfect_draft_model": {"method": "draft_model", "model": str(tiny_checkpoint(architecture))},
+        "mtp": {},
     }
     return {"method": method, "num_speculative_tokens": 3, **configs[method]}
 
 
+def target(method: str, tiny_checkpoint, architecture: str) -> Path:
+    """The checkpoint of `architecture`; for MTP the same weights with two modules behind them."""
+    return tiny_checkpoint(architecture, **({"num_nextn_predict_layers": 2} if method == "mtp" else {}))
+
+
 METHODS = [*PROPOSERS, "perfect_draft_model"]
+PAIRS = [
+    (architecture, method)
+    for architecture in ARCHITECTURES
+    for method in METHODS
+    if method != "mtp" or architecture in MTP_ARCHITECTURES
+]
+ONE_PAIR_A_METHOD = [("deepseek_v3" if method == "mtp" else "llama", method) for method in METHODS]
 
 SCENARIOS = {
     "alone": {"max_num_seqs": 1, "num_blocks": 96},
@@ -57,15 +73,20 @@ def make_engine(folder, speculative: dict | None, *, num_blocks: int | None = No
     sizes = {"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, "max_num_seqs": 8, **fields}
     if num_blocks is not None:
         folders = [folder] + ([speculative["model"]] if speculative and "model" in speculative else [])
-        sizes["kv_cache_memory"] = num_blocks * BLOCK_SIZE * sum(token_bytes(name) for name in folders)
+        with_modules = speculative is not None and speculative["method"] == "mtp"
+        token_bytes = sum(kv_bytes(name, with_modules) for name in folders)
+        sizes["kv_cache_memory"] = num_blocks * BLOCK_SIZE * token_bytes
     return LLMEngine(
         model=str(folder), dtype="float32", device="cpu", speculative_config=speculative, progress=False, **sizes
     )
 
 
-def token_bytes(folder) -> int:
-    config = read_model_config(folder)
-    return 4 * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+def kv_bytes(folder, with_modules: bool) -> int:
+    """Bytes of KV a token, of all layers and of the modules behind them."""
+    model = load_model(folder, torch.float32, torch.device("cpu"), progress=False)
+    specs = model.kv_specs()
+    num_modules = model.config.num_nextn_predict_layers if with_modules else 0
+    return sum(spec.token_bytes for spec in specs + specs[:1] * num_modules)
 
 
 def run(engine: LLMEngine, params: SamplingParams | list[SamplingParams]) -> list[list[int]]:
@@ -91,11 +112,10 @@ def plain(tiny_checkpoint):
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "method"), PAIRS)
 def test_greedy_ids_equal_plain_decoding(architecture, method, scenario, plain, tiny_checkpoint):
     speculative = speculative_config(method, tiny_checkpoint, architecture)
-    engine = make_engine(tiny_checkpoint(architecture), speculative, **SCENARIOS[scenario])
+    engine = make_engine(target(method, tiny_checkpoint, architecture), speculative, **SCENARIOS[scenario])
     assert run(engine, GREEDY) == plain(architecture)
     first = engine.stats()
     assert run(engine, GREEDY) == plain(architecture), "the second run, with what the prefix cache holds"
@@ -123,6 +143,9 @@ class ArbitraryProposer:
     def __init__(self, prompts: list[list[int]], continuations: list[list[int]], seed: int) -> None:
         self._texts = [prompt + continuation for prompt, continuation in zip(prompts, continuations, strict=True)]
         self._rng = np.random.default_rng(seed)
+
+    def catch_up(self, state: SequenceState) -> None:
+        """Nothing to compute."""
 
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         rows, lengths = [], []
@@ -159,19 +182,19 @@ def test_arbitrary_drafts_never_change_greedy_text(seed, plain, tiny_checkpoint)
     assert 0 < stats["num_accepted"] < stats["num_drafted"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_controller_never_changes_greedy_text(method, plain, tiny_checkpoint):
-    speculative = speculative_config(method, tiny_checkpoint, "llama") | {"num_speculative_tokens": "auto"}
+@pytest.mark.parametrize(("architecture", "method"), ONE_PAIR_A_METHOD)
+def test_the_controller_never_changes_greedy_text(architecture, method, plain, tiny_checkpoint):
+    speculative = speculative_config(method, tiny_checkpoint, architecture) | {"num_speculative_tokens": "auto"}
     for scenario in ("batch", "chunked"):
-        engine = make_engine(tiny_checkpoint("llama"), speculative, **SCENARIOS[scenario])
-        assert run(engine, GREEDY) == plain("llama")
+        engine = make_engine(target(method, tiny_checkpoint, architecture), speculative, **SCENARIOS[scenario])
+        assert run(engine, GREEDY) == plain(architecture)
         assert engine.stats()["controller_num_decisions"] > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_a_seed_decides_the_text_alone(method, tiny_checkpoint):
+@pytest.mark.parametrize(("architecture", "method"), ONE_PAIR_A_METHOD)
+def test_a_seed_decides_the_text_alone(architecture, method, tiny_checkpoint):
     """Coupled verification: the same ids with any drafter, any k, any batch mates, and none of them."""
-    folder = tiny_checkpoint("llama")
+    folder = target(method, tiny_checkpoint, architecture)
     params = [
         SamplingParams(
             temperature=0.7 + 0.1 * i,
@@ -185,7 +208,7 @@ def test_a_seed_decides_the_text_alone(method, tiny_checkpoint):
         for i in range(len(PROMPTS))
     ]
     expected = run(make_engine(folder, None, max_num_seqs=1), params)
-    speculative = speculative_config(method, tiny_checkpoint, "llama")
+    speculative = speculative_config(method, tiny_checkpoint, architecture)
     for k, scenario in ((1, "batch"), (3, "chunked"), (4, "preempted")):
         engine = make_engine(folder, {**speculative, "num_speculative_tokens": k}, **SCENARIOS[scenario])
         assert run(engine, params) == expected, (k, scenario)

@@ -14,14 +14,21 @@ class BlockManager:
     A free block keeps its content and its digest, and may be hit, until it is handed out anew; the one
     free longest goes first. Only full blocks of computed tokens that the sequence keeps are published, so
     a shared block is never written. All operations take time in proportion to the blocks they move.
+
+    A drafter that looks ahead leaves in a block what depends on the `num_lookahead_tokens` after it; digests
+    then cover those as well, so that a hit is one for the drafter too. The alternative, to compute the last block
+    of every hit again, would lose a block a request; this loses only hits whose next tokens differ.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool, num_lookahead_tokens: int = 0
+    ) -> None:
         assert num_blocks >= 1
         assert block_size >= 1
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_lookahead_tokens = num_lookahead_tokens
         self._num_references = [0] * num_blocks
         self._digests: list[bytes | None] = [None] * num_blocks  # where the block is the published one of its digest
         self._published: dict[bytes, int] = {}  # digest: block
@@ -81,7 +88,8 @@ class BlockManager:
 
     def register_computed(self, sequence: Sequence) -> None:
         """Publishes the full blocks of tokens that have been computed, and are the sequence's for good."""
-        num_full = sequence.num_computed_tokens // self.block_size
+        num_known = sequence.num_tokens - self.num_lookahead_tokens
+        num_full = min(sequence.num_computed_tokens, num_known) // self.block_size
         if not self.enable_prefix_caching or num_full <= sequence.num_published_blocks:
             return
         for index in range(sequence.num_published_blocks, num_full):
@@ -118,7 +126,7 @@ class BlockManager:
         if not self.enable_prefix_caching or sequence.prompt_logprobs is not None:
             return []  # prompt logprobs need the logits of every prompt token
         blocks = []
-        for index in range((sequence.num_tokens - 1) // self.block_size):
+        for index in range((sequence.num_tokens - max(self.num_lookahead_tokens, 1)) // self.block_size):
             block = self._published.get(self._digest(sequence, index))
             if block is None:
                 break
@@ -126,11 +134,12 @@ class BlockManager:
         return blocks
 
     def _digest(self, sequence: Sequence, index: int) -> bytes:
-        """Digest of a full block of known tokens and all before it."""
+        """Digest of a full block of known tokens, those it looks ahead to, and all before it."""
         digests, size = sequence.block_digests, self.block_size
         for i in range(len(digests), index + 1):
-            tokens = array("q", sequence.token_ids[i * size : (i + 1) * size])
-            assert len(tokens) == size
+            end = (i + 1) * size + self.num_lookahead_tokens
+            tokens = array("q", sequence.token_ids[i * size : end])
+            assert len(tokens) == end - i * size
             parent = digests[-1] if digests else b""
             digests.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest())
         return digests[index]

@@ -14,6 +14,7 @@ class KVCache:
     def __init__(self, specs: list[LayerKVSpec], num_blocks: int, block_size: int, device: torch.device) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.device = device
         self.layers = [
             tuple(
                 torch.zeros((num_blocks, block_size, *shape), dtype=spec.dtype, device=device) for shape in spec.shapes

@@ -65,4 +65,11 @@ class DraftModelConfig(_MethodConfig):
     model: str = Field(description="Folder, hub id or .gguf file of the draft model.")
 
 
-SpeculativeConfig = Annotated[SuffixConfig | NgramConfig | DraftModelConfig, Field(discriminator="method")]
+class MTPConfig(_MethodConfig):
+    """The target checkpoint's own multi-token prediction modules."""
+
+    method: Literal["mtp"]
+    max_num_speculative_tokens: DraftCount = Field(3, description="The most that auto may choose.")
+
+
+SpeculativeConfig = Annotated[SuffixConfig | NgramConfig | DraftModelConfig | MTPConfig, Field(discriminator="method")]

@@ -5,18 +5,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from app.engine.batch import Batch, build_batch
-from app.engine.logits_processor import LogitsRows
 from app.engine.model_runner import CausalLM
 from app.engine.plan import StepPlan
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import DraftModelConfig
+from app.speculative.draft_chain import draw_chain
 from app.speculative.drafter_kv import DrafterKV
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
 from app.speculative.proposer import Drafts, Verdict
-from app.speculative.verifier import is_coupled
-from models.causal_lm import CausalLM as LoadedModel
 from models.checkpoint import resolve_checkpoint
-from models.layers.rotary import RotaryEmbedding
 from models.loader import load_model
 from models.tokenizer import load_tokenizer
 
@@ -41,37 +38,26 @@ class DraftModelProposer:
         self._context = context
         self._kv = DrafterKV(context.state, context.num_blocks)
 
+    def catch_up(self, state: SequenceState) -> None:
+        """Token ids are all that the drafter needs: `propose` catches up where it is to draft."""
+
     @torch.inference_mode()
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         self._kv.apply(plan)
-        num_seqs = len(plan.scheduled)
         slots = np.array([scheduled.slot for scheduled in plan.scheduled], dtype=np.int64)
         limits = np.array([scheduled.num_draft_tokens for scheduled in plan.scheduled], dtype=np.int64)
-        hidden_states = self._catch_up(slots, limits > 0)
+        hidden_states = self._compute_missing(slots, limits > 0)
 
-        token_ids = np.zeros((num_seqs, limits.max(initial=0)), dtype=np.int64)
-        num_tokens = np.zeros(num_seqs, dtype=np.int64)
-        probs: torch.Tensor | None = None
-        drafting = np.flatnonzero(limits > 0)
-        self._context.sampler.table.refresh(slots[drafting])
-        coupled = is_coupled(self._context.verification, self._context.sampler, slots[drafting])
-        for depth in range(token_ids.shape[1]):
-            rows = LogitsRows(slots[drafting], token_ids[drafting], num_tokens[drafting])
-            drawn = self._context.sampler.draw_drafts(self._logits(hidden_states), rows, coupled)
-            token_ids[drafting, depth] = drawn.token_ids
-            if drawn.probs is not None:
-                if probs is None:
-                    probs = drawn.probs.new_empty((*token_ids.shape, self._target_vocab_size))
-                soft = drawn.prob_rows >= 0
-                where = torch.from_numpy(drafting[soft]).to(probs.device)
-                probs[where, depth] = drawn.probs[torch.from_numpy(drawn.prob_rows[soft]).to(probs.device)]
-            num_tokens[drafting[drawn.usable]] += 1
-            goes_on = drawn.usable & (limits[drafting] > depth + 1)
-            drafting, coupled = drafting[goes_on], coupled[goes_on]
-            if not len(drafting):
-                break
-            hidden_states = self._append(slots[drafting], token_ids[drafting, depth : depth + 1], depth)
-        return Drafts(token_ids, num_tokens, probs)
+        drafts = limits > 0
+        last_rows = np.cumsum(drafts) - 1  # of each drafting sequence among the caught-up ones
+
+        def logits(depth: int, drafting: np.ndarray, token_ids: np.ndarray) -> torch.Tensor:
+            if depth:
+                return self._logits(self._append(slots[drafting], token_ids[:, -1:], depth - 1))
+            assert hidden_states is not None
+            return self._logits(hidden_states[torch.from_numpy(last_rows[drafting]).to(hidden_states.device)])
+
+        return draw_chain(self._context, plan, drafts, logits)
 
     def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
         """The KV of accepted drafts is that of known tokens now; the last draft was never the drafter's input."""
@@ -80,7 +66,7 @@ class DraftModelProposer:
     def reset(self) -> None:
         self._kv.reset()
 
-    def _catch_up(self, slots: np.ndarray, drafting: np.ndarray) -> torch.Tensor | None:
+    def _compute_missing(self, slots: np.ndarray, drafting: np.ndarray) -> torch.Tensor | None:
         """Computes what the drafter lacks; hidden states of the drafting sequences' last tokens, in their order.
 
         Drafting sequences are computed whole. The others follow the target, one step behind it, so that drafting can
@@ -137,9 +123,8 @@ class DraftModelProposer:
             batch.token_ids.clamp_(max=self._draft_vocab_size - 1)
         return self._model(batch.token_ids, batch.positions, self._context.kv_layers, batch.attention)
 
-    def _logits(self, hidden_states: torch.Tensor | None) -> torch.Tensor:
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """fp32 [n, target's vocab_size]: the drafter's padding is cut off, the target's can not be drafted."""
-        assert hidden_states is not None
         logits = self._model.compute_logits(hidden_states)[:, : self._target_vocab_size]
         num_absent = self._target_vocab_size - logits.shape[1]
         return torch.nn.functional.pad(logits, (0, num_absent), value=-torch.inf) if num_absent else logits
@@ -156,8 +141,8 @@ def load(config: DraftModelConfig, target: TargetContext) -> LoadedProposer:
     """
     folder = resolve_checkpoint(config.model, target.progress, target.dtype)
     check_same_vocabulary(target.tokenizer, load_tokenizer(folder))
-    model = load_model(folder, target.dtype, target.device, target.progress)
-    extend_positions(model, target.max_model_len)
+    # Rotary tables for the served context: a draft checkpoint often states a shorter one.
+    model = load_model(folder, target.dtype, target.device, target.progress, target.max_model_len)
     vocab_sizes = (model.config.vocab_size, target.model_config.vocab_size)
     return LoadedProposer(
         model.kv_specs(),
@@ -165,16 +150,6 @@ def load(config: DraftModelConfig, target: TargetContext) -> LoadedProposer:
         soft_drafts=True,
         drafter=model,
     )
-
-
-def extend_positions(model: LoadedModel, max_model_len: int) -> None:
-    """Makes the rotary tables cover the served context, which a draft checkpoint often states too short."""
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding) and len(module.cos_sin_cache) < max_model_len:
-            longer = RotaryEmbedding(
-                model.config.head_dim, max_model_len, model.config.rope, module.cos_sin_cache.device
-            )
-            module.cos_sin_cache = longer.cos_sin_cache
 
 
 def check_same_vocabulary(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,6 +12,7 @@ from app.engine.sampler import Sampler
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import VerificationMode
 from app.speculative.proposer import Proposer
+from models.causal_lm import CausalLM as LoadedModel
 from models.kv_spec import LayerKVSpec
 from models.model_config import ModelConfig
 
@@ -19,6 +21,8 @@ from models.model_config import ModelConfig
 class TargetContext:
     """The target, as far as a drafter must fit it."""
 
+    folder: Path
+    model: LoadedModel
     model_config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
     max_model_len: int
@@ -48,4 +52,5 @@ class LoadedProposer:
     build: Callable[[ProposerContext], Proposer]
     soft_drafts: bool  # it may hand out a distribution a draft
     states_acceptance: bool = False  # its drafts say how likely each is to be kept
-    drafter: CausalLM | None = None  # what a pass of costs; None: drafting is as good as free
+    drafter: CausalLM | None = None  # whose passes drafts cost; None: they are as good as free
+    num_lookahead_tokens: int = 0  # tokens after a block that the drafter's KV in it depends on

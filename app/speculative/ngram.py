@@ -22,6 +22,9 @@ class NgramProposer:
         self._min_n = min_n
         self._max_n = max_n
 
+    def catch_up(self, state: SequenceState) -> None:
+        """Nothing hangs on the last step's tensors."""
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         num_seqs = len(plan.scheduled)
         width = max((scheduled.num_draft_tokens for scheduled in plan.scheduled), default=0)

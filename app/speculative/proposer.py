@@ -38,8 +38,15 @@ class Verdict:
 class Proposer(Protocol):
     """Owns its drafter, the drafter's KV layers and what it remembers of each slot."""
 
+    def catch_up(self, state: SequenceState) -> None:
+        """Computes what hangs on the last step's tensors, while all its slots are still there.
+
+        Called before a plan is applied: that step's tokens have left for their clients, and no block that it wrote
+        has changed hands.
+        """
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
-        """Drafts for the plan's batch, after catching up with the tokens computed since the last step.
+        """Drafts for the plan's batch.
 
         `state` has the plan applied. May raise: the worker then goes on without drafts and calls `reset`.
         """

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from app.speculative import draft_model, ngram, suffix_proposer
+from app.speculative import draft_model, mtp, ngram, suffix_proposer
 from app.speculative.config import SpeculativeConfig
 from app.speculative.loaded_proposer import LoadedProposer, TargetContext
 
@@ -11,6 +11,7 @@ PROPOSERS: dict[str, Callable[[Any, TargetContext], LoadedProposer]] = {
     "suffix": suffix_proposer.load,
     "ngram": ngram.load,
     "draft_model": draft_model.load,
+    "mtp": mtp.load,
 }
 
 

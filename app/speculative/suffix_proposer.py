@@ -21,6 +21,9 @@ class SuffixProposer:
         self._calibration = MatchCalibration(len(state.num_tokens))
         self._predicted: dict[int, Continuation] = {}  # by slot, of this step
 
+    def catch_up(self, state: SequenceState) -> None:
+        """Nothing hangs on the last step's tensors."""
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         for sequence in plan.admitted:
             self._calibration.admit(sequence.slot)

@@ -54,6 +54,7 @@ class DraftingEngine(ScriptedEngine):
             ModelRunner(target, pool.layers[:1]),
             Verifier(sampler, verification),
             self.proposer,
+            None,
             target.vocab_size,
             CPU,
         )

@@ -11,8 +11,18 @@ from kernels.packed_weight import Weight
 from models.layers.parameter import Shard, UnloadedParameter
 from models.model_config import MoEConfig
 
+
+def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """As a softmax against 0, entry by entry.
+
+    torch.sigmoid rounds the last entries of a tensor in another way than the rest, so that a token's scores would
+    hang on how many tokens there are.
+    """
+    return torch.stack((logits, torch.zeros_like(logits)), dim=-1).softmax(-1)[..., 0]
+
+
 SCORING_FUNCS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "sigmoid": torch.sigmoid,
+    "sigmoid": _sigmoid,
     "softmax": lambda logits: logits.softmax(-1),
 }
 

@@ -1,9 +1,10 @@
 """Train the tiny DeepSeek-V3 that ships with the repository, and measure what its MTP module accepts.
 
-    python -m tests.assets.train_tiny_deepseek --steps 2000
+    python -m tests.assets.train_tiny_deepseek --steps 2020 --threads 1
 
-A run of given steps, threads and Python version repeats itself. `--minutes` chooses the steps by the clock; the count
-that it chose is in the folder's README, so that `--steps` can repeat that run.
+A run of given steps and threads repeats itself on the same machine with the same versions of Python and torch.
+`--minutes` chooses the steps by the clock; the count that it chose is in the folder's README, so that `--steps` can
+repeat that run. A run that was stopped goes on from its `--state` file.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from tqdm import tqdm
 from tests.assets.tiny_deepseek_training.checkpoint import read_network, write_checkpoint
 from tests.assets.tiny_deepseek_training.corpus import BEGIN, encode, read_corpus, token_id, train_tokenizer
 from tests.assets.tiny_deepseek_training.network import Network
-from tests.assets.tiny_deepseek_training.objective import losses
+from tests.assets.tiny_deepseek_training.objective import AGREEMENT_START, losses
 from tests.assets.tiny_deepseek_training.optimiser import Optimiser
 from tests.assets.tiny_deepseek_training.report import write_report
 from tests.assets.tiny_deepseek_training.shape import Shape
@@ -112,7 +113,7 @@ def train(network: Network, stream: torch.Tensor, begin: int, schedule: Schedule
             length = network.shape.max_position_embeddings - 1 if is_decaying else WINDOW
             windows = windows_of(stream, max(1, TOKENS_PER_STEP // length), length, begin, generator)
             with torch.autocast("cpu", torch.bfloat16):
-                one = losses(network, windows)
+                one = losses(network, windows, with_agreement=step >= AGREEMENT_START)
             one.total.backward()
             optimiser.step(schedule.scale(step))
             for router in network.routers:

@@ -98,7 +98,8 @@ class DenseMLP(nn.Module):
 class Router(nn.Module):
     """Sigmoid scores, groups, and a bias that only chooses (section 2.1.2)."""
 
-    e_score_correction_bias: Tensor
+    e_score_correction_bias: Tensor  # [E]
+    load: Tensor  # [E]: share of the last batch's tokens
 
     def __init__(self, shape: Shape):
         super().__init__()

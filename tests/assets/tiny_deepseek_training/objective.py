@@ -10,6 +10,8 @@ from tests.assets.tiny_deepseek_training.network import Network
 
 MTP_WEIGHT = 0.3  # λ of the report, section 4.2
 REUSE_WEIGHTS = (0.15, 0.1)  # the same module fed with its own output, once and twice, as drafting with k > 1 does
+AGREEMENT_RATIO = 2.0  # each draft step's weight again, times this, on the distance to the target's own distribution
+AGREEMENT_START = 660  # step: before it the target is too poor to agree with
 REUSE_SHARE = 4  # re-use is trained on one window in so many
 
 
@@ -20,30 +22,43 @@ class Losses:
     mtp: list[Tensor]  # by draft step
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+def cross_entropy(
+    log_probs: Tensor,  # [B, L, V]
+    targets: Tensor,  # [B, L], or distributions [B, L, V]
+) -> Tensor:
+    if targets.dim() == log_probs.dim():
+        return -(targets * log_probs).sum(-1).mean()
+    return F.nll_loss(log_probs.flatten(0, 1), targets.flatten())
 
 
 def losses(
     network: Network,
     windows: Tensor,  # [B, L + 1]
+    with_agreement: bool,
 ) -> Losses:
     """Draft step s reads token p + 1 at the rows p >= s, and its targets are the tokens p + 2.
 
     The rows of a re-used step attend to each other rather than to the first step's rows: their hidden states are
-    close, and one attention mask serves for all.
+    close, and one attention mask serves for all. Agreement pulls a draft's distribution to that of the target, which
+    acceptance compares it with; the target feels no pull.
     """
     inputs = windows[:, :-1]
     hidden = network.hidden(inputs)
-    main = cross_entropy(network.lm_head(hidden), windows[:, 1:])
+    log_probs = network.lm_head(hidden).float().log_softmax(-1)
+    main = cross_entropy(log_probs, windows[:, 1:])
+    target = log_probs.detach().exp()
     total, by_step = main, []
     for step, weight in enumerate((MTP_WEIGHT, *REUSE_WEIGHTS)):
         if step == 1:
-            hidden, inputs, windows = (x[: -(-len(windows) // REUSE_SHARE)] for x in (hidden, inputs, windows))
+            count = -(-len(windows) // REUSE_SHARE)
+            hidden, inputs, windows, target = (x[:count] for x in (hidden, inputs, windows, target))
         hidden = network.draft(hidden[:, :-1], inputs[:, step + 1 :], first_position=step)
-        loss = cross_entropy(network.lm_head(hidden), windows[:, step + 2 :])
+        log_probs = network.lm_head(hidden).float().log_softmax(-1)
+        loss = cross_entropy(log_probs, windows[:, step + 2 :])
         by_step.append(loss)
         total = total + weight * loss
+        if with_agreement:
+            total = total + AGREEMENT_RATIO * weight * cross_entropy(log_probs, target[:, step + 1 :])
     return Losses(total, main, by_step)
 
 
@@ -57,7 +72,7 @@ def held_out_losses(
     sums = torch.zeros(2 + len(REUSE_WEIGHTS))
     batches = windows.split(8)
     for batch in batches:
-        one = losses(network, batch)
+        one = losses(network, batch, with_agreement=False)
         sums += torch.stack([one.main, *one.mtp])
     network.train()
     return (sums / len(batches)).tolist()

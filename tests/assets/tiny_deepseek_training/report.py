@@ -123,9 +123,9 @@ def _readme(
         "core shared with other work. The text is the standard library of that Python, its tests and generated files "
         "left out: sources, then the docstrings as questions and answers in the chat format "
         f'("{USER}What is the module json?{ASSISTANT}..."). One file in {HELD_OUT_SHARE}, by the checksum of its name, '
-        f"is held out. The loss is that of the next token plus {MTP_WEIGHT} × that of the MTP module, plus those of the "
-        f"module fed with its own output once and twice, weighted {REUSE_WEIGHTS[0]} and {REUSE_WEIGHTS[1]}. From step "
-        f"{AGREEMENT_START} on, each draft is also pulled to the target's own distribution, {AGREEMENT_RATIO:g} times "
+        f"is held out. The loss is that of the next token plus {MTP_WEIGHT} × that of the MTP module, plus those of "
+        f"the module fed with its own output once and twice, weighted {REUSE_WEIGHTS[0]} and {REUSE_WEIGHTS[1]}. From "
+        f"step {AGREEMENT_START} on, each draft is also pulled to the target's own distribution, {AGREEMENT_RATIO:g} times "
         f"as strongly. Windows are short, and {shape.max_position_embeddings} tokens while the learning rate falls.",
         width=120,
     )

@@ -23,7 +23,8 @@ def gguf() -> Path:
     return path
 
 
-@pytest.mark.parametrize("method", [None, "ngram"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("method", [None, "ngram", "suffix"])
 def test_fp32_ids_equal_the_reference_on_all_prompts(gguf, method):
     speculative = {"method": method, "num_speculative_tokens": 4} if method else None
     engine = LLMEngine(

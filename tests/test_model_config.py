@@ -33,6 +33,73 @@ QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "max_window_layers": 2, 
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 128}
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "sliding_window": 4096}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+DEEPSEEK_V3 = {  # as published
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+V2_LITE = DEEPSEEK_V3 | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "scoring_func": "softmax",
+    "topk_group": 1,
+    "topk_method": "greedy",
+}
 REMOVED = object()
 
 
@@ -103,6 +170,38 @@ def test_biases(read):
     assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
     qwen3 = read(QWEN3)
     assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, True)
+
+
+def test_deepseek_v3_as_published(read):
+    config = read(DEEPSEEK_V3)
+    attention, moe = config.latent_attention, config.moe
+    assert (attention.q_lora_rank, attention.cached_dim, attention.qk_head_dim) == (1536, 576, 192)
+    assert attention.softmax_scale == pytest.approx(0.135234, abs=1e-6)
+    assert config.rope.interleaved
+    assert config.rope.scaling.attention_factor == 1.0
+    assert (config.head_dim, config.weight_block_size, config.num_nextn_predict_layers) == (64, (128, 128), 1)
+    assert (moe.topk_method, moe.n_group, moe.topk_group, moe.norm_topk_prob) == ("noaux_tc", 8, 4, True)
+    assert (moe.n_routed_experts, moe.num_experts_per_tok, moe.first_k_dense_replace) == (256, 8, 3)
+    unscaled = read(DEEPSEEK_V3, rope_scaling=None, rope_interleave=False, num_nextn_predict_layers=REMOVED)
+    assert unscaled.latent_attention.softmax_scale == pytest.approx(192**-0.5)
+    assert not unscaled.rope.interleaved
+    assert unscaled.num_nextn_predict_layers == 0
+
+
+def test_deepseek_v2_lite(read):
+    config = read(V2_LITE)
+    assert config.latent_attention.q_lora_rank is None
+    assert (config.moe.topk_method, config.moe.n_shared_experts, config.moe.norm_topk_prob) == ("greedy", 2, False)
+    limited = {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
+    assert read(V2_LITE, **limited).moe.topk_group == 3
+
+
+def test_yarn_without_mscale(read):
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    yarn = read(QWEN3, rope_scaling=scaling).rope.scaling
+    assert (yarn.beta_fast, yarn.beta_slow, yarn.mscale, yarn.truncate) == (32.0, 1.0, None, True)
+    assert yarn.attention_factor == pytest.approx(0.1 * 1.3862944 + 1)
+    assert read(DEEPSEEK_V3, rope_scaling=scaling).latent_attention.softmax_scale == pytest.approx(192**-0.5)
 
 
 def test_sliding_windows(read):
@@ -201,6 +300,32 @@ def test_without_a_dtype_it_is_that_of_the_weights(tmp_path, dtype):
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             r"full_attention is .*no such field",
         ),
+        (
+            DEEPSEEK_V3,
+            {"topk_method": "aux"},
+            r'topk_method is "aux"; implemented for DeepseekV3ForCausalLM are noaux_tc',
+        ),
+        (V2_LITE, {"topk_method": "noaux_tc"}, r'topk_method is "noaux_tc"; .*are greedy, group_limited_greedy'),
+        (DEEPSEEK_V3, {"scoring_func": "tanh"}, r'scoring_func is "tanh"; topk_method "noaux_tc" goes with "sigmoid"'),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, r'scoring_func is "softmax"; topk_method "noaux_tc" goes with'),
+        (DEEPSEEK_V3, {"rope_scaling": {"type": "su", "factor": 4}}, r'rope_scaling: type is "su"; implemented are'),
+        (
+            DEEPSEEK_V3,
+            {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale_all_dim": None}},
+            r"rope_scaling: mscale is 1.0; mscale and mscale_all_dim go together",
+        ),
+        (DEEPSEEK_V3, {"moe_layer_freq": 2}, r"moe_layer_freq is 2; only 1"),
+        (DEEPSEEK_V3, {"n_group": 7}, r"n_group is 7; it must divide n_routed_experts, 256"),
+        (DEEPSEEK_V3, {"n_group": 256}, r"n_group is 256; a group of noaux_tc needs two experts"),
+        (DEEPSEEK_V3, {"topk_group": 9}, r"topk_group is 9; it must be at most n_group, 8"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 129}, r"num_experts_per_tok is 129; only 128 experts are in"),
+        (DEEPSEEK_V3, {"q_lora_rank": REMOVED}, r"q_lora_rank is missing"),
+        (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, r"qk_rope_head_dim is 63; .*even"),
+        (DEEPSEEK_V3, {"first_k_dense_replace": -1}, r"first_k_dense_replace is -1; an integer of 0 or more"),
+        (DEEPSEEK_V3, {"num_nextn_predict_layers": -1}, r"num_nextn_predict_layers is -1; an integer of 0 or more"),
+        (DEEPSEEK_V3, {"tie_word_embeddings": True}, r"tie_word_embeddings is true; only false"),
+        (V2_LITE, {"norm_topk_prob": True}, r"norm_topk_prob is true; only false"),
+        (V2_LITE, {"mlp_bias": True}, r"mlp_bias is true; only false"),
         (MISTRAL, {"sliding_window": REMOVED}, r"sliding_window is missing"),
         (MISTRAL, {"sliding_window": -1}, r"sliding_window is -1; a positive integer"),
         (QWEN2, {"use_sliding_window": True, "layer_types": ["full_attention"]}, r"layer_types is .*4 entries out of"),

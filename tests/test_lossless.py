@@ -69,21 +69,21 @@ SCENARIOS = {
 }
 
 
-def make_engine(folder, speculative: dict | None, *, num_blocks: int | None = None, **fields) -> LLMEngine:
-    sizes = {"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, "max_num_seqs": 8, **fields}
+def make_engine(
+    folder, speculative: dict | None, *, num_blocks: int | None = None, dtype: str = "float32", **fields
+) -> LLMEngine:
+    sizes = {"max_model_len": MAX_MODEL_LEN, "block_size": BLOCK_SIZE, "max_num_seqs": 8, "dtype": dtype, **fields}
     if num_blocks is not None:
         folders = [folder] + ([speculative["model"]] if speculative and "model" in speculative else [])
         with_modules = speculative is not None and speculative["method"] == "mtp"
-        token_bytes = sum(kv_bytes(name, with_modules) for name in folders)
+        token_bytes = sum(kv_bytes(Path(name), getattr(torch, dtype), with_modules) for name in folders)
         sizes["kv_cache_memory"] = num_blocks * BLOCK_SIZE * token_bytes
-    return LLMEngine(
-        model=str(folder), dtype="float32", device="cpu", speculative_config=speculative, progress=False, **sizes
-    )
+    return LLMEngine(model=str(folder), device="cpu", speculative_config=speculative, progress=False, **sizes)
 
 
-def kv_bytes(folder, with_modules: bool) -> int:
+def kv_bytes(folder: Path, dtype: torch.dtype, with_modules: bool) -> int:
     """Bytes of KV a token, of all layers and of the modules behind them."""
-    model = load_model(folder, torch.float32, torch.device("cpu"), progress=False)
+    model = load_model(folder, dtype, torch.device("cpu"), progress=False)
     specs = model.kv_specs()
     num_modules = model.config.num_nextn_predict_layers if with_modules else 0
     return sum(spec.token_bytes for spec in specs + specs[:1] * num_modules)
@@ -124,6 +124,20 @@ def test_greedy_ids_equal_plain_decoding(architecture, method, scenario, plain, 
         assert first["num_preemptions"] > 0
     if engine.config.enable_prefix_caching and scenario != "preempted":
         assert engine.stats()["num_prefix_hit_tokens"] > first["num_prefix_hit_tokens"]
+
+
+@pytest.mark.parametrize("method", ["suffix", "perfect_draft_model"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied", "qwen2", "qwen3", "mistral"])
+def test_bf16_greedy_ids_are_equal_too(architecture, method, tiny_checkpoint):
+    """A row's bits do not depend on the rows beside it, so bf16 has no near ties to lose."""
+    folder = tiny_checkpoint(architecture)
+    alone = {"max_num_seqs": 1, "enable_prefix_caching": False, "dtype": "bfloat16"}
+    expected = run(make_engine(folder, None, **alone), GREEDY)
+    speculative = speculative_config(method, tiny_checkpoint, architecture)
+    for scenario in ("batch", "chunked", "preempted"):
+        engine = make_engine(folder, speculative, **{"dtype": "bfloat16", **SCENARIOS[scenario]})
+        assert run(engine, GREEDY) == expected, scenario
+        assert run(engine, GREEDY) == expected, f"{scenario}, with what the prefix cache holds"
 
 
 def test_a_perfect_drafter_is_always_accepted_whatever_the_schedule(tiny_checkpoint):

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerFast
@@ -39,6 +40,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class LoadedModel:
     """What the scheduler's side must know of the model."""
 
+    folder: Path  # of the checkpoint, converted where it was no folder
     tokenizer: PreTrainedTokenizerFast
     eos_token_ids: tuple[int, ...]
     vocab_size: int
@@ -88,6 +90,7 @@ def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedMod
 
     worker = build_worker(config, model, loaded_proposer, pool, max_model_len)
     return worker, LoadedModel(
+        folder=folder,
         tokenizer=tokenizer,
         eos_token_ids=model_config.eos_token_ids,
         vocab_size=model_config.vocab_size,

@@ -43,14 +43,12 @@ EngineFactory = Callable[[AppConfig], Awaitable[tuple[Engine, ModelDescription]]
 async def load_engine(config: AppConfig) -> tuple[Engine, ModelDescription]:
     # Imported here: the process that builds the application imports this module, and has no use for torch.
     from app.async_engine import AsyncEngine
-    from models.checkpoint import resolve_checkpoint
 
     if config.num_threads is None:  # Ray tells numerical libraries to use as many threads as it reserved CPUs
         config = config.model_copy(update={"num_threads": len(os.sched_getaffinity(0))})
     engine = await AsyncEngine.create(config, progress=True, stall_limit_s=config.step_timeout_s)
     loaded = engine.engine.loaded
-    folder = await asyncio.to_thread(resolve_checkpoint, config.model, False)
-    return engine, ModelDescription(folder, loaded.max_model_len, loaded.vocab_size)
+    return engine, ModelDescription(loaded.folder, loaded.max_model_len, loaded.vocab_size)
 
 
 @dataclass

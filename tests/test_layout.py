@@ -32,6 +32,8 @@ LAYERS = {
     "app.serve": 5,
     "app.main": 5,
     "app.config": 5,
+    "app.plan": 5,
+    "app.planning": 5,
 }
 
 # Where alone a package may be imported.

@@ -18,12 +18,13 @@ def grouped_linear(
         return reference_linear.grouped_linear(x, group_sizes, weight, out_dtype)
     sizes = group_sizes.numpy()
     assert sizes.shape == (weight.num_groups,)
-    weights = np.flatnonzero(sizes)
-    counts = sizes[weights]
-    ends = np.cumsum(counts)
-    assert x.shape[0] == (ends[-1] if len(ends) else 0)
+    busy = np.flatnonzero(sizes)
+    groups = np.empty((len(busy), 3), dtype=np.int64)
+    groups[:, 0], groups[:, 2] = busy, sizes[busy]
+    groups[:, 1] = np.cumsum(groups[:, 2]) - groups[:, 2]
+    assert x.shape[0] == sizes.sum()
     x = x if x.stride(1) == 1 else x.contiguous()
-    return _run(x, np.stack((weights, ends - counts, counts), axis=1), 1, weight, out_dtype)
+    return _run(x, groups, 1, weight, out_dtype)
 
 
 def batched_linear(
@@ -37,8 +38,9 @@ def batched_linear(
     if x.stride(2) != 1 or x.stride(0) != num_groups * x.stride(1):
         x = x.contiguous()
     rows = x.as_strided((num_tokens * num_groups, num_columns), (x.stride(1), 1))
-    group = np.arange(num_groups)
-    groups = np.stack((group, group, np.full(num_groups, num_tokens)), axis=1)
+    groups = np.empty((num_groups, 3), dtype=np.int64)
+    groups[:, 0] = groups[:, 1] = np.arange(num_groups)
+    groups[:, 2] = num_tokens
     return _run(rows, groups, num_groups, weight, None).view(num_tokens, num_groups, weight.num_rows)
 
 

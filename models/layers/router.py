@@ -13,12 +13,12 @@ from models.model_config import MoEConfig
 
 
 def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
-    """As a softmax against 0, entry by entry.
+    """The sigmoid of every second entry of a tensor, which torch takes one by one.
 
-    torch.sigmoid rounds the last entries of a tensor in another way than the rest, so that a token's scores would
-    hang on how many tokens there are.
+    Of entries side by side it takes vectors, and what is left over at the end it rounds in another way: a token's
+    scores would hang on how many tokens there are.
     """
-    return torch.stack((logits, torch.zeros_like(logits)), dim=-1).softmax(-1)[..., 0]
+    return torch.stack((logits, logits), dim=-1)[..., 0].sigmoid()
 
 
 SCORING_FUNCS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -103,14 +103,18 @@ def test_blocks_handed_out_anew_are_whole_no_longer():
     kv.extend(np.array([0]), np.array([9]))
     step(admitted=[admitted(12, [3, 5, 6, 2], slot=1)])
     assert kv.num_computed_tokens.tolist() == [9, 8]  # of block 6 only a token is there
-    step(released_slots=[0, 1], admitted=[admitted(4, [3, 5, 1, 2])])
-    assert kv.num_computed_tokens[0] == 4  # block 5 was handed out anew
     kv.extend(np.array([0]), np.array([4]))
-    step(scheduled=[ScheduledSequence(0, 1, 0, [6])], admitted=[admitted(12, [3, 5, 1, 4], slot=1)])
-    assert kv.num_computed_tokens.tolist() == [8, 8]
+    step(released_slots=[0, 1], admitted=[admitted(4, [3, 5, 1, 2])])  # block 5 for other tokens
+    step(released_slots=[0], admitted=[admitted(8, [3, 5, 6, 2])])
+    assert kv.num_computed_tokens[0] == 4
+    step(released_slots=[0], admitted=[admitted(12, [3, 6, 1, 4])])
+    assert kv.num_computed_tokens[0] == 4  # block 6 had been handed out as well
+    kv.extend(np.array([0]), np.array([4]))
+    step(scheduled=[ScheduledSequence(0, 1, 0, [3])])
+    step(released_slots=[0], admitted=[admitted(12, [6, 3, 1, 7])])
+    assert kv.num_computed_tokens[0] == 4  # block 6 was computed again, block 3 extended a sequence
     kv.reset()
-    assert kv.num_computed_tokens.tolist() == [0, 0]
-    step(released_slots=[0], admitted=[admitted(12, [3, 5, 1, 7])])
+    step(released_slots=[0], admitted=[admitted(12, [6, 5, 1, 7])])
     assert kv.num_computed_tokens[0] == 0
 
 

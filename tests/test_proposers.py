@@ -142,6 +142,18 @@ def test_a_prefix_hit_on_blocks_the_drafter_never_saw_is_computed_from_the_token
     assert stats.num_accepted == stats.num_drafted
 
 
+def test_blocks_used_again_with_the_drafter_off_are_not_taken_for_its_own():
+    """C07: what the drafter once computed in a block says nothing of the tokens that the block holds now."""
+    other = [token % (VOCAB - 1) + 1 for token in PROMPTS[7]]
+    engine = make_engine(KVReadingModel(VOCAB), k=3, max_num_seqs=1, num_blocks=16)
+    engine.texts([PROMPTS[7]], [{}])
+    engine.texts([other], [{"num_speculative_tokens": 0}])
+    engine.texts([other], [{}])
+    assert engine.scheduler.num_prefix_hit_tokens >= 36
+    stats = engine.scheduler.speculation_stats
+    assert stats.num_accepted == stats.num_drafted > 0
+
+
 def test_requests_and_sequences_differ_in_their_number_of_drafts():
     params = [{"num_speculative_tokens": i % 5, "max_tokens": 3 + i} for i in range(len(PROMPTS))]
     engine = make_engine(KVReadingModel(VOCAB), k=4)

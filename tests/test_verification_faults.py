@@ -113,6 +113,28 @@ def test_unusable_logits_fail_their_sequence_alone(params, poison):
     assert verdict.num_emitted[1] == 1
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, seed=3)])
+def test_a_draft_is_not_accepted_by_the_very_entry_that_is_not_a_number(params, value):
+    """D04: the arg-max of a poisoned row is the poison, and here the draft as well."""
+    logits = torch.zeros(3, 9)
+    logits[0, 4] = value
+    logits[1:, 4] = 1e3
+    verdict = Bench([params], [[1]]).verify(as_drafts([[4, 4]]), logits)
+    assert verdict.failed.tolist() == [True]
+    assert verdict.num_emitted.tolist() == verdict.num_accepted.tolist() == [0]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, seed=3), replace(SAMPLED, top_p=0.5)])
+def test_a_request_that_rules_out_every_token_fails(params):
+    """D04: no silent token 0 where nothing is left to say; the neighbour goes on."""
+    banned = replace(params, bad_words_token_ids=[[token] for token in range(5)])
+    verdict = Bench([banned, params], [[1]] * 2).verify(as_drafts([[2], []]), torch.eye(5)[[3, 3, 3]] * 1e3)
+    assert verdict.failed.tolist() == [True, False]
+    assert verdict.num_emitted.tolist() == [0, 1]
+    assert verdict.emitted_token_ids[1, 0] == 3
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, replace(SAMPLED, seed=3)])
 def test_sequences_without_drafts_take_a_plain_step_beside_the_others(params):
     """D15: ragged drafts, none at all, and sequences in the midst of their prompt."""

@@ -1,6 +1,8 @@
 """Measures the engine offline: throughput, acceptance, where a step's time goes, start-up and memory.
 
-    python benchmarks/bench_engine.py --model .cache/models/SmolLM2-135M-Instruct --methods plain suffix
+    python benchmarks/bench_engine.py --model .cache/models/SmolLM2-135M-Instruct --methods plain suffix ngram:4
+    python benchmarks/bench_engine.py --model tests/assets/tiny-deepseek-v3 --methods plain mtp:1 mtp:3 mtp \
+        --prompts tests/assets/tiny-deepseek-v3/heldout.json
 
 All methods run in one process, alternately, round by round; figures are medians over the rounds, ratios medians of
 the ratios within a round. Prefix caching is off, since every round repeats the prompts.
@@ -17,13 +19,14 @@ import torch
 
 from app.engine_config import EngineConfig
 from app.llm_engine import LLMEngine
+from benchmarks.draft_cost import add_draft_costs, print_draft_costs
 from benchmarks.engine_report import MethodRuns, method_result, print_tables
 from benchmarks.engine_runs import EngineRunner
 from benchmarks.machine import REPOSITORY, read_bandwidth, this_machine
-from benchmarks.operators import TorchOperators, step_weight_bytes
+from benchmarks.operators import TorchOperators, is_dense, step_weight_bytes
 from benchmarks.report import print_header, print_json
 from benchmarks.startup_probe import measure_startup
-from benchmarks.workloads import NUM_NEW_TOKENS, PromptSet, Workload, select_workloads
+from benchmarks.workloads import NUM_NEW_TOKENS, PromptSet, Workload, read_prompts, select_workloads
 from models.checkpoint import resolve_checkpoint
 from models.config import read_model_config
 
@@ -36,10 +39,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default=str(DEFAULT_MODEL), help="folder, hub id or .gguf file")
     parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--methods", nargs="+", default=["plain", "suffix", "ngram"], metavar="METHOD")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["plain", "suffix", "ngram"],
+        metavar="METHOD[:K]",
+        help="plain, or a speculative method with the number of its drafts",
+    )
     parser.add_argument("--num-speculative-tokens", type=_draft_number, help="a number or auto; default: the method's")
     parser.add_argument("--draft-model", help="folder, hub id or .gguf file, for the method draft_model")
-    parser.add_argument("--workloads", nargs="+", metavar="N-KIND", help="of 1, 8 and 32 streams, open and copy")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON with prompt_ids, in place of our prompts")
+    parser.add_argument("--workloads", nargs="+", metavar="N-KIND", help="1, 8 and 32 streams, open and copy, or given")
     parser.add_argument("--new-tokens", type=int, default=NUM_NEW_TOKENS)
     parser.add_argument("--repeats", type=int, default=3, help="rounds")
     parser.add_argument("--max-model-len", type=int, default=1024)
@@ -71,11 +81,14 @@ def engine_fields(method: str, options: argparse.Namespace) -> dict[str, Any]:
         "num_threads": options.num_threads,
         "enable_prefix_caching": False,
     }
-    if method != "plain":
-        speculative: dict[str, Any] = {"method": method}
-        if options.num_speculative_tokens is not None:
+    name, _, number = method.partition(":")
+    if name != "plain":
+        speculative: dict[str, Any] = {"method": name}
+        if number:
+            speculative["num_speculative_tokens"] = _draft_number(number)
+        elif options.num_speculative_tokens is not None:
             speculative["num_speculative_tokens"] = options.num_speculative_tokens
-        if method == "draft_model":
+        if name == "draft_model":
             if options.draft_model is None:
                 raise ValueError("--methods names draft_model: say which model drafts with --draft-model")
             speculative["model"] = options.draft_model
@@ -117,12 +130,16 @@ def measure(
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     folder = check_model(options)
-    workloads = select_workloads(options.workloads, options.quick)
+    workloads = select_workloads(options.workloads, options.quick, given=options.prompts is not None)
     configs = {method: engine_fields(method, options) for method in options.methods}
     machine, model_config = this_machine(), read_model_config(folder)
     dtype = model_config.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else None
     device = device or torch.device(options.device)
+    given = read_prompts(options.prompts, model_config.vocab_size) if options.prompts is not None else None
+    prompts = PromptSet(model_config.vocab_size, given)
+
+    has_operators = not options.no_operators and is_dense(model_config)
 
     startup = {}
     for method, config in configs.items():
@@ -132,13 +149,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     runners = {m: EngineRunner(LLMEngine(EngineConfig(**c), progress=sys.stderr.isatty())) for m, c in configs.items()}
     weight_bytes = step_weight_bytes(model_config, dtype)
     bandwidth = read_bandwidth(device)
-    prompts = PromptSet(model_config.vocab_size)
     runs = measure(runners, prompts, workloads, options)
     bandwidth = max(bandwidth, read_bandwidth(device))
     for runner in runners.values():
         runner.engine.shutdown()
 
-    operators = None if options.no_operators else TorchOperators(model_config, dtype, device)
+    operators = TorchOperators(model_config, dtype, device) if has_operators else None
     baseline = runs[options.methods[0]]
     result: dict[str, Any] = {
         "benchmark": "engine",
@@ -156,6 +172,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for method in options.methods
         },
     }
+    add_draft_costs(result["methods"], model_config)
     print_header(
         machine,
         f"{options.model}, {result['dtype']}, {options.new_tokens} new tokens a prompt, greedy",
@@ -163,6 +180,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         f"{1e3 * weight_bytes / bandwidth:.1f} ms a step at best",
     )
     print_tables(result["methods"], baseline=options.methods[0])
+    print_draft_costs(result["methods"])
     return result
 
 

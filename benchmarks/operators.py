@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from benchmarks.draft_cost import plan_target, row_elements
 from benchmarks.machine import call_times
 from models.model_config import ModelConfig
 
@@ -33,8 +34,18 @@ def matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
     return [(query + key_value, hidden), (hidden, query), (2 * intermediate, hidden), (hidden, intermediate)]
 
 
+def is_dense(config: ModelConfig) -> bool:
+    """Grouped-query attention and one MLP a layer: what `TorchOperators` knows."""
+    return config.latent_attention is None and config.moe is None
+
+
 def step_weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of the matrices that every step reads from end to end: all layers and the output head."""
+    """Bytes of the matrices that every step reads from end to end: all layers and the output head.
+
+    Of experts those of one row; more rows touch more.
+    """
+    if not is_dense(config):
+        return int(row_elements(plan_target(config)) * dtype.itemsize)
     layer = sum(rows * columns for rows, columns in matrix_shapes(config))
     return (config.num_hidden_layers * layer + config.vocab_size * config.hidden_size) * dtype.itemsize
 

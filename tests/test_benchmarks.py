@@ -14,12 +14,13 @@ import torch
 
 from app.engine.outputs import SequenceDelta
 from benchmarks import bench_engine, bench_serve
+from benchmarks.draft_cost import arithmetic_share
 from benchmarks.engine_report import count_equal
 from benchmarks.engine_runs import COUNTS, EngineRunner, difference
 from benchmarks.machine import process_tree, process_tree_memory, read_bandwidth
 from benchmarks.operators import StepShape, TorchOperators, decode_shape, step_weight_bytes
 from benchmarks.report import format_table, last_json, paired_ratio, quantile
-from benchmarks.workloads import WORKLOADS, PromptSet, matching_prefix, select_workloads
+from benchmarks.workloads import WORKLOADS, PromptSet, matching_prefix, read_prompts, select_workloads
 from models.config import read_model_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -78,9 +79,32 @@ def test_prompts_are_folded_into_another_vocabulary_and_lose_their_references():
     assert prompts.references(WORKLOADS["8-open"]) is None
 
 
+def test_given_prompts_take_the_place_of_ours_and_come_again_shorter(tmp_path):
+    given = [[number] * 8 for number in range(24)]
+    prompts, workloads = PromptSet(300, given), select_workloads(None, quick=False, given=True)
+    assert [workload.name for workload in workloads] == ["1-given", "8-given", "32-given"]
+    assert prompts.waves(workloads[0]) == [[prompt] for prompt in given[:4]]
+    (wave,) = prompts.waves(workloads[2])
+    assert wave == given + [prompt[:6] for prompt in given[:8]]
+    assert prompts.references(workloads[2]) is None
+    (lonely,) = PromptSet(300, [[5, 6]]).waves(workloads[2])
+    assert lonely == [[5, 6]] + 31 * [[5]]
+
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"prompt_ids": given}))
+    assert read_prompts(path, 24) == given
+    with pytest.raises(ValueError, match="token ids, below the model's vocab_size, 23"):
+        read_prompts(path, 23)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"--prompts is .*prompts.json, which holds no prompt_ids"):
+        read_prompts(path, 24)
+
+
 def test_unknown_workload_is_refused_by_name():
     with pytest.raises(ValueError, match="names 2-open: choose from 1-open"):
         select_workloads(["1-open", "2-open"], quick=False)
+    with pytest.raises(ValueError, match="names 1-open: choose from 1-given"):
+        select_workloads(["1-open"], quick=False, given=True)
 
 
 def test_outputs_count_as_equal_as_far_as_both_go():
@@ -196,6 +220,37 @@ def test_engine_benchmark_runs_methods_in_turn(tiny_checkpoint, tmp_path, capsys
     plain, ngram = (printed["methods"][method]["workloads"]["8-copy"] for method in ("plain", "ngram"))
     assert (plain["ratio"], plain["mean_acceptance_length"], plain["num_decode_steps"]) == (1.0, 1.0, 5)
     assert ngram["mean_acceptance_length"] >= 1.0
+
+
+def test_engine_benchmark_of_mtp_says_what_drafting_costs(tiny_checkpoint, tmp_path, capsys):
+    model = tiny_checkpoint("deepseek_v3", max_position_embeddings=1024, num_nextn_predict_layers=1)
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"prompt_ids": [[1, 50, 60 + number] for number in range(8)]}))
+    options = ["--model", str(model), "--device", "cpu", "--quick", "--no-startup", "--new-tokens", "6"]
+    options += ["--prompts", str(path), "--methods", "plain", "mtp:2"]
+    result = bench_engine.run(bench_engine.parse_arguments(options))
+    assert "× arithmetic" in capsys.readouterr().out
+    plain, mtp = (result["methods"][method]["workloads"]["8-given"] for method in ("plain", "mtp:2"))
+    assert "draft_cost" not in plain
+    assert mtp["num_equal_to_baseline"] == mtp["num_prompts"] == 8
+    assert len(mtp["acceptance_by_position"]) == 2
+    assert mtp["torch_operators_ms"] is None  # of dense models only
+    cost, step = mtp["draft_cost"], mtp["step_ms"]
+    assert cost["measured"] == step["propose"] / step["forward"]
+    assert 0 < cost["share_of_step"] < 1
+
+
+def test_the_arithmetic_of_drafts_is_that_of_the_modules_rows(tiny_checkpoint):
+    """By hand: rows are multiplied with attention, three of eight experts, a shared one, router and norms."""
+    config = read_model_config(tiny_checkpoint("deepseek_v3", num_nextn_predict_layers=1))
+    attention = 64 * (24 + 40) + 24 * 4 * 24 + 32 * 4 * 28 + 4 * 12 * 64 + 24 + 32
+    experts = (3 + 1) * 3 * 64 * 20 + 8 * 64 + 8
+    target = 2 * (attention + 2 * 64) + 3 * 64 * 96 + experts + 64
+    module = attention + 2 * 64 + experts + 2 * 64 * 64 + 3 * 64
+    head = 300 * 64
+    assert step_weight_bytes(config, torch.bfloat16) == 2 * (target + head)
+    expected = ((2.5 + 2) * module + 3 * head) / (4 * (target + head))
+    assert arithmetic_share(config, drafts=3, tokens=2.5) == pytest.approx(expected)
 
 
 def test_engine_benchmark_runs_as_a_file_and_measures_a_fresh_start(tiny_checkpoint):

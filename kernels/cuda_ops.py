@@ -5,13 +5,16 @@ import torch.nn.functional as F
 
 from kernels import flash_attention
 from kernels import paged_attention as triton_attention
+from kernels.grouped_linear import grouped_linear
+from kernels.latent_attention import latent_attention
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import Weight
-from kernels.reference import batched_linear, embedding, grouped_linear, latent_attention, pack_weight, store_latent
+from kernels.reference import batched_linear, embedding, pack_weight
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_embedding import rotary_embedding
 from kernels.silu_and_mul import silu_and_mul
 from kernels.store_kv import store_kv
+from kernels.store_latent import store_latent
 
 __all__ = [
     "add_rms_norm",

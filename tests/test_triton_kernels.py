@@ -33,13 +33,31 @@ def test_kernels_compute_what_their_twins_do() -> None:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """`launches()` -> what launching every kernel on small batches asks to compile."""
-    from kernels import paged_attention, rms_norm, rotary_embedding, silu_and_mul, store_kv
+    from kernels import (
+        grouped_linear,
+        latent_attention,
+        paged_attention,
+        rms_norm,
+        rotary_embedding,
+        silu_and_mul,
+        store_kv,
+        store_latent,
+    )
     from tests.helpers.attention_case import make_case
     from tests.helpers.triton_launch import Launch, LaunchRecorder
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     recorded: list[Launch] = []
-    for module in (paged_attention, rms_norm, rotary_embedding, silu_and_mul, store_kv):
+    for module in (
+        grouped_linear,
+        latent_attention,
+        paged_attention,
+        rms_norm,
+        rotary_embedding,
+        silu_and_mul,
+        store_kv,
+        store_latent,
+    ):
         for name in [name for name in vars(module) if re.fullmatch(r"_\w+_kernel", name)]:
             monkeypatch.setattr(module, name, LaunchRecorder(getattr(module, name), recorded))
 
@@ -61,6 +79,11 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
                 torch.zeros(4, dtype=torch.int64), randn(4, 6, 64), key, torch.zeros(9, 64), interleaved
             )
         silu_and_mul.silu_and_mul(randn(4, 3072))
+        for seqlens in ([(5, 1100)], [(1, 90)] * 3):  # at DeepSeek-V3's width, each split by itself and all in one
+            case = make_case(seqlens, 16, 1, 576).to(dtype)
+            latent_attention.latent_attention(case.query, case.key_cache[:, :, 0], case.metadata, case.scale, 512)
+        store_latent.store_latent(randn(4, 576), randn(3, 16, 576), torch.zeros(4, dtype=torch.int64))
+        grouped_linear.grouped_linear(randn(4, 128), torch.tensor([1, 0, 3]), randn(3, 256, 128), torch.float32)
         return recorded
 
     return launch_all
@@ -72,7 +95,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_every_launch_compiles(launches, capability: int, dtype: torch.dtype) -> None:
     """Ampere, Hopper, Blackwell, by the assembler that Triton brings; no GPU takes part."""
     compiled = [launch.compile(capability) for launch in launches(dtype)]
-    assert len(compiled) == 9
+    assert len(compiled) == 14
     for kernel in compiled:
         assert f"sm_{capability}" in kernel.asm["ptx"]
         # 99 KiB: what a block may have on compute capability 8.6 and 8.9, the smallest of these generations.

@@ -11,8 +11,10 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from kernels import grouped_linear, latent_attention, reference, rms_norm, rotary_embedding, silu_and_mul, store_kv
 from kernels import paged_attention as attention
-from kernels import reference, rms_norm, rotary_embedding, silu_and_mul, store_kv
+from kernels import store_latent as latent_store
+from kernels.metadata import AttentionMetadata
 from tests.helpers.attention_case import AttentionCase, make_case, ragged_metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,6 +182,67 @@ def test_addresses_past_two_to_the_thirty_first() -> None:
     )
     case = AttentionCase(randn(1, 3, 16, dtype=torch.float16), key_cache, value_cache, metadata)
     assert_close(attend(case), attend_twin(case))
+
+
+def latent_case(
+    seqlens: list[tuple[int, int]], num_heads: int, width: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
+    """Queries, a cache of latents with one KV head, and the layout."""
+    case = make_case(seqlens, num_heads, 1, width, block_size=16, device=DEVICE).to(dtype)
+    return case.query, case.key_cache[:, :, 0], case.metadata
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_heads", "width", "value_dim"),
+    [(torch.float32, 3, 40, 32), (torch.float32, 20, 25, 20), (torch.bfloat16, 16, 72, 64), (torch.float16, 5, 40, 32)],
+)
+@pytest.mark.parametrize("spread", [False, True])
+def test_latent_attention(dtype: torch.dtype, num_heads: int, width: int, value_dim: int, spread: bool) -> None:
+    """Heads of a query may fill several tiles, or a tile hold several queries; contexts of one split and of three."""
+    query, cache, metadata = latent_case([(9, 30), (1, 0), (1, 1100), (5, 515), (3, 3)], num_heads, width, dtype)
+    actual = latent_attention.launch_latent_attention(query, cache, metadata, 0.2, value_dim, spread)
+    assert_close(actual, reference.latent_attention(query, cache, metadata, 0.2, value_dim))
+
+
+def test_latent_attention_sums_alike_in_one_program_or_in_many() -> None:
+    query, cache, metadata = latent_case([(5, 1100), (1, 513), (1, 0), (3, 512)], 3, 40, torch.float32)
+    spread = latent_attention.launch_latent_attention(query, cache, metadata, 0.2, 32, spread=True)
+    assert torch.equal(latent_attention.launch_latent_attention(query, cache, metadata, 0.2, 32, spread=False), spread)
+    assert torch.equal(latent_attention.latent_attention(query, cache, metadata, 0.2, 32), spread)
+
+
+def test_a_verification_of_latents_gives_the_bits_of_decodes_one_by_one() -> None:
+    query, cache, metadata = latent_case([(5, 515)], 3, 40, torch.float32)
+    verified = latent_attention.latent_attention(query, cache, metadata, 0.2, 32)
+    for row in range(5):
+        context_lens = torch.tensor([511 + row], dtype=torch.int32)
+        one = ragged_metadata([1], context_lens, metadata.block_tables, DEVICE)
+        decoded = latent_attention.latent_attention(query[row : row + 1], cache, one, 0.2, 32)
+        assert torch.equal(decoded[0], verified[row]), row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_store_latent(dtype: torch.dtype) -> None:
+    projection, slots = randn(6, 60, dtype=dtype), torch.tensor([13, -1, 0, 7, -1, 5], device=DEVICE)
+    pools = [torch.full((5, 3, 41), 77.0, dtype=dtype, device=DEVICE) for _ in range(2)]
+    latent_store.store_latent(projection[:, 7:48], pools[0], slots)
+    reference.store_latent(projection[:, 7:48], pools[1], slots)
+    assert torch.equal(pools[0], pools[1])
+    assert (pools[0][-1, -1] == 77).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+@pytest.mark.parametrize(
+    "sizes", [[0, 3, 0, 0, 1, 0], [64, 0, 65, 1, 0, 0], [0, 0, 0, 0, 0, 130], [1, 1, 1, 1, 1, 1], [0] * 6]
+)
+def test_grouped_linear(dtype: torch.dtype, out_dtype: torch.dtype | None, sizes: list[int]) -> None:
+    x, weight = randn(sum(sizes), 80, dtype=dtype)[:, :70], randn(6, 90, 70, dtype=dtype) / 8
+    group_sizes = torch.tensor(sizes, device=DEVICE)
+    actual = grouped_linear.grouped_linear(x, group_sizes, weight, out_dtype)
+    expected = reference.grouped_linear(x, group_sizes, weight, out_dtype)
+    assert actual.dtype == (out_dtype or dtype)
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])

@@ -2,6 +2,12 @@
 
 Module j's row at position p holds the module before it (the target itself for j = 0) at p and token p + 1 + j, and
 predicts token p + 2 + j. So a row of module j is settled once j + 1 tokens beyond it are known.
+
+Draft s comes from module s % n of n. At position p, the last that the target has computed, its rows hold drafts where
+tokens are not known: those at p - s + 1 to p, while s < n. Later drafts use the modules again, n positions further
+each time, as if the outputs at p were the target's own at the n positions after it: output j, which predicts what
+follows token p + 1 + j, is given to module 0 at p + 1 + j. With one module that is draft s at position p + s, given
+the output before it; with several no position is left out, whose KV would be of no one knows what.
 """
 
 import logging
@@ -60,7 +66,7 @@ class MTPProposer:
             settled = np.minimum(ends, state.num_tokens[slots] - 1 - module) - starts
             kept = np.flatnonzero(settled > 0)
             if not len(kept):
-                break
+                return
             rows = np.concatenate([[0], np.cumsum(num_rows)])[:-1]
             index = np.concatenate([np.arange(rows[i], rows[i] + settled[i]) for i in kept])
             given = hidden_states[torch.from_numpy(index).to(hidden_states.device)]
@@ -68,9 +74,8 @@ class MTPProposer:
             outputs = self._run(
                 module, slots, starts, num_rows, self._known_tokens(slots, starts, num_rows, module), given
             )
-            last = np.cumsum(num_rows) - 1
-            for slot, row in zip(slots.tolist(), last.tolist(), strict=True):
-                self._last[module][slot] = outputs[row : row + 1]
+            last = outputs[torch.from_numpy(np.cumsum(num_rows) - 1).to(outputs.device)]
+            self._last[module].update(zip(slots.tolist(), last.split(1), strict=True))
             hidden_states = self._modules.recycled(module, outputs)
         # The rows of the last module are the fewest: what it has settled all have.
         computed = self._kv.num_computed_tokens[slots]
@@ -81,16 +86,14 @@ class MTPProposer:
         self._forget(plan)
         slots = np.array([scheduled.slot for scheduled in plan.scheduled], dtype=np.int64)
         has_row = np.array([slot in self._last[0] for slot in slots.tolist()], dtype=bool)
-        outputs: dict[int, torch.Tensor] = {}  # by slot: of the rows that hold drafts, of the depth before
+        outputs = {slot: [last] for slot, last in self._last[0].items()}  # by slot, by depth: [num_rows, hidden_size]
 
         def logits(depth: int, drafting: np.ndarray, token_ids: np.ndarray) -> torch.Tensor:
             own = slots[drafting].tolist()
-            if depth == 0:
-                last = [self._last[0][slot] for slot in own]
-            else:
+            if depth:
                 self._deepen(depth, own, token_ids, outputs)
-                last = [outputs[slot][-1:] for slot in own]
-            return self._modules.logits(depth % self._modules.num_modules, torch.cat(last))
+            last = torch.cat([outputs[slot][depth][-1:] for slot in own])
+            return self._modules.logits(depth % self._modules.num_modules, last)
 
         return draw_chain(self._context, plan, has_row & ~self._is_blind[slots], logits)
 
@@ -134,32 +137,37 @@ class MTPProposer:
             self._tails[slot] = window[-tail:].clone()
         return window
 
-    def _deepen(self, depth: int, slots: list[int], token_ids: np.ndarray, outputs: dict[int, torch.Tensor]) -> None:
-        """Runs draft `depth`'s module over the rows that hold drafts; their outputs replace those in `outputs`.
-
-        While modules last, module `depth` has `depth` such rows at the end of the known tokens, a draft in each. Beyond
-        them the modules are used again on one row, whose hidden state is the last output, as far ahead as drafts go.
-        """
-        state, num_modules = self._context.state, self._modules.num_modules
+    def _deepen(
+        self, depth: int, slots: list[int], token_ids: np.ndarray, outputs: dict[int, list[torch.Tensor]]
+    ) -> None:
+        """Runs draft `depth`'s module over the rows that hold drafts, and appends their outputs to `outputs`."""
+        num_modules = self._modules.num_modules
         module = depth % num_modules
-        ends = state.num_tokens[slots] - 1  # the row after the last that the target has computed
-        if depth < num_modules:
-            num_rows = np.minimum(depth, ends)
-            starts = ends - num_rows
-            given = []
-            for slot, num in zip(slots, num_rows.tolist(), strict=True):
-                settled = self._last[depth - 1].get(slot)
-                parts = [part for part in (settled, outputs.get(slot)) if part is not None]
-                given.append(torch.cat(parts)[-num:])
+        ends = self._context.state.num_tokens[slots] - 1 + depth // num_modules * num_modules
+        num_rows = np.minimum(depth, ends) if depth < num_modules else np.full(len(slots), num_modules)
+        if module == 0:
+            given = self._outputs_ahead(slots, outputs)
         else:
-            num_rows = np.ones(len(slots), dtype=np.int64)
-            starts = ends - 1 + depth - module
-            given = [outputs[slot][-1:] if slot in outputs else self._last[0][slot] for slot in slots]
+            parts = []
+            for slot, num in zip(slots, num_rows.tolist(), strict=True):
+                before = [outputs[slot][-1]]
+                if depth < num_modules and slot in self._last[depth - 1]:
+                    before.insert(0, self._last[depth - 1][slot])  # the settled row before those with drafts
+                parts.append(torch.cat(before)[-num:])
+            given = self._modules.recycled(module - 1, torch.cat(parts))
         drafts = np.concatenate([token_ids[i, depth - num : depth] for i, num in enumerate(num_rows)])
-        hidden_states = self._modules.recycled((depth - 1) % num_modules, torch.cat(given))
-        rows = self._run(module, np.array(slots, dtype=np.int64), starts, num_rows, drafts, hidden_states)
-        for slot, part in zip(slots, torch.split(rows, num_rows.tolist()), strict=True):
-            outputs[slot] = part
+        rows = self._run(module, np.array(slots, dtype=np.int64), ends - num_rows, num_rows, drafts, given)
+        for slot, part in zip(slots, rows.split(num_rows.tolist()), strict=True):
+            outputs[slot].append(part)
+
+    def _outputs_ahead(self, slots: list[int], outputs: dict[int, list[torch.Tensor]]) -> torch.Tensor:
+        """All modules' outputs at the last position, as hidden states of the positions after it, slot by slot."""
+        num_modules = self._modules.num_modules
+        ahead = [
+            self._modules.recycled(j, torch.cat([outputs[slot][j - num_modules][-1:] for slot in slots]))
+            for j in range(num_modules)
+        ]
+        return torch.stack(ahead, dim=1).flatten(0, 1)  # [num_slots * num_modules, hidden_size]
 
     def _run(
         self,

@@ -18,7 +18,7 @@ import yaml
 from app.config import AppConfig
 from app.planning.checkpoint_shape import given_config
 from app.planning.device import DEVICES, GIB, Device, choose_device
-from app.planning.report import print_plan
+from app.planning.report import format_plan
 from app.planning.serve_plan import ServePlan, plan_serving
 
 
@@ -104,10 +104,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"{options.file}: {error}", file=sys.stderr)
         return 1
-    if options.json:
-        print(json.dumps(plan.as_json(), indent=2))
-    else:
-        print_plan(plan)
+    print(json.dumps(plan.as_json(), indent=2) if options.json else format_plan(plan))
     return 0
 
 

@@ -6,19 +6,18 @@ from app.planning.prediction import BATCHES, StepFloor
 from app.planning.serve_plan import ServePlan
 
 
-def print_plan(plan: ServePlan) -> None:
-    print(_header(plan), "", _weights(plan), "", _memory(plan), "", _floors(plan), sep="\n")
+def format_plan(plan: ServePlan) -> str:
+    sections = [_header(plan), _weights(plan), _memory(plan), _floors(plan)]
     if plan.predictions:
-        print("", _predictions(plan), sep="\n")
-    for note in _notes(plan):
-        print("", note, sep="\n")
+        sections.append(_predictions(plan))
+    return "\n\n".join([*sections, *_notes(plan)])
 
 
 def _header(plan: ServePlan) -> str:
     device, drafter = plan.device, plan.drafter
-    model = f"{plan.model}, {plan.target.share.num_parameters / 1e9:.4g}B parameters"
+    model = f"{plan.model}, {count(plan.target.share.num_parameters)} parameters"
     if drafter is not None and drafter.share is not None:
-        model += f" + {drafter.name} {drafter.share.num_parameters * drafter.num_networks / 1e9:.3g}B"
+        model += f" + {drafter.name} {count(drafter.share.num_parameters * drafter.num_networks)}"
     ranks = "1 rank" if plan.num_ranks == 1 else f"{plan.num_ranks} ranks"
     if plan.target.layout.expert_parallel:
         ranks += ", each with its own experts,"
@@ -133,6 +132,10 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], left: tuple[int
         ).rstrip()
         for line in lines
     )
+
+
+def count(number: int) -> str:
+    return f"{_three_digits(number / 1e9)}B" if number >= 1e9 else f"{_three_digits(number / 1e6)}M"
 
 
 def size(num_bytes: float) -> str:

@@ -20,6 +20,7 @@ from app.engine.scheduler import Scheduler, SchedulerLimits
 from app.engine.sequence import Sequence
 from app.engine_config import EngineConfig
 from app.executor import Executor, LocalExecutor
+from app.speculative.acceptance_watch import AcceptanceWatch
 from app.speculative.draft_length import FixedDraftLength
 from app.worker_loader import LoadedModel, load_worker
 
@@ -99,6 +100,7 @@ class LLMEngine:
             self.draft_length,
         )
         self.totals = EngineTotals()
+        self._acceptance_watch = AcceptanceWatch()
         self._requests: dict[str, list[Sequence]] = {}
         self._request_numbers = itertools.count()
 
@@ -154,6 +156,7 @@ class LLMEngine:
         deltas = self.scheduler.update(plan, result)
         for delta in deltas:
             self._account(delta)
+        self._acceptance_watch.observe(self.scheduler.speculation_stats)
         self.totals.num_drafter_faults += result.drafter_fault is not None
         self.totals.count_step(result.timings, scheduled - start, time.perf_counter() - executed)
         return deltas

@@ -35,6 +35,11 @@ def select_backend(device_type: str, dtype: torch.dtype) -> ModuleType:
     return backend
 
 
+def is_row_invariant(x: torch.Tensor) -> bool:
+    """Whether a row's results are the same bit for bit whatever rows are computed with it, as the CPU kernels' are."""
+    return _backend(x) is cpu_ops
+
+
 def rms_norm(
     x: torch.Tensor,  # [..., H]
     weight: torch.Tensor,  # [H]

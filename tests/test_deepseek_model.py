@@ -29,6 +29,12 @@ def model(tmp_path_factory) -> CausalLM:
     return load_model(folder, None, CPU, progress=False)
 
 
+@pytest.fixture
+def _both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, or where there is no compiler."""
+    monkeypatch.setattr(ops, "is_row_invariant", lambda x: False)
+
+
 class Forms:
     """Counts the sequences that are attended to in each form, in the model's first layer."""
 
@@ -53,6 +59,7 @@ class Forms:
         return counts
 
 
+@pytest.mark.usefixtures("_both_forms")
 def test_the_form_is_chosen_by_a_sequences_own_rows(model, monkeypatch):
     forms, runner = Forms(model, monkeypatch), PagedRunner(model)
     runner.step({0: PROMPT[:NAIVE_ROWS]})
@@ -71,6 +78,14 @@ def test_the_form_is_chosen_by_a_sequences_own_rows(model, monkeypatch):
     assert forms.take() == (0, 1)
 
 
+def test_kernels_that_promise_a_rows_bits_are_given_one_form(model, monkeypatch):
+    forms = Forms(model, monkeypatch)
+    monkeypatch.setattr(ops, "is_row_invariant", lambda x: True)
+    PagedRunner(model).step({0: PROMPT})
+    assert forms.take() == (0, 1)
+
+
+@pytest.mark.usefixtures("_both_forms")
 def test_naive_is_absorbed(model, monkeypatch):
     """In fp32, over chunks of any size."""
     logits = {}
@@ -84,9 +99,27 @@ def test_naive_is_absorbed(model, monkeypatch):
     assert not torch.equal(logits[1], logits[None]), "they are two computations"
 
 
+@pytest.mark.usefixtures("_both_forms")
+def test_greedy_ids_are_those_of_one_form_however_prompts_are_cut(model, monkeypatch):
+    """In fp32 forms differ by rounding alone, by a millionth of what parts the two best tokens."""
+
+    def generate(chunk: int) -> list[int]:
+        runner, known = PagedRunner(model, block_size=8), PROMPT[:50]
+        for start in range(0, 50, chunk):
+            logits = runner.step({0: known[start : start + chunk]})[0]
+        for _ in range(40):
+            known = [*known, int(logits[-1].argmax())]
+            logits = runner.step({0: known[-1:]})[0]
+        return known
+
+    mixed = [generate(chunk) for chunk in (50, 30, 11)]
+    monkeypatch.setattr(ops, "is_row_invariant", lambda x: True)
+    assert mixed == [generate(50)] * 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
-    """Decodes, verifications and long chunks; batch mates change neither experts' sums nor a sequence's form."""
+    """Decodes, verifications and chunks: neither batch mates nor how a prompt was cut enter experts' or heads' sums."""
     folder = make_tiny_checkpoint(tmp_path, "deepseek_v3", with_tokenizer=False)
     model = load_model(folder, dtype, CPU, progress=False)
     if isinstance(model.lm_head.weight, torch.Tensor):
@@ -99,7 +132,9 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
     ]
     for step in steps:
         for seq, rows in together.step(step).items():
-            assert torch.equal(rows, apart[seq].step({seq: step[seq]})[seq])
+            halves = step[seq][: len(rows) // 2], step[seq][len(rows) // 2 :]
+            expected = torch.cat([apart[seq].step({seq: half})[seq] for half in halves if half])
+            assert torch.equal(rows, expected)
 
 
 def test_a_verification_has_the_bits_of_decodes_one_by_one(model):

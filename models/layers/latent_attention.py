@@ -12,6 +12,9 @@ once, and each query then saves the difference between attending to a latent and
 sequence whose rows in a step are `naive_rows` or more is computed naively - long chunks of a prompt - and
 every other - decodes, verifications, short chunks - absorbed. The form hangs on a sequence's own rows in the
 step, never on its batch mates; where it changes, results change by rounding, as with any other split of a sum.
+
+The compiled CPU kernels promise that a row's bits hang on nothing but its own past, however a prompt is cut,
+resumed or found in the cache. There the absorbed form computes all rows, and long prompts pay for the promise.
 """
 
 import torch
@@ -143,7 +146,7 @@ class LatentAttention(nn.Module):
         latent_cache: torch.Tensor,
         attention: AttentionMetadata,
     ) -> torch.Tensor:  # [num_tokens, num_heads, v_head_dim]
-        naive = self._naive_sequences(attention)
+        naive = self._naive_sequences(latent_cache, attention)
         if not naive:
             return self.attend_absorbed(query_nope, query_rope, latent_cache, attention)
         attended = query_nope.new_zeros((*query_nope.shape[:2], self.config.v_head_dim))
@@ -156,9 +159,9 @@ class LatentAttention(nn.Module):
             attended[rows] = self.attend_absorbed(query_nope[rows], query_rope[rows], latent_cache, metadata)
         return attended
 
-    def _naive_sequences(self, attention: AttentionMetadata) -> list[int]:
+    def _naive_sequences(self, latent_cache: torch.Tensor, attention: AttentionMetadata) -> list[int]:
         """Those whose rows are worth an expansion that fits. Only a step with a long chunk waits for the device."""
-        if self.naive_rows is None or attention.max_seqlen_q < self.naive_rows:
+        if self.naive_rows is None or attention.max_seqlen_q < self.naive_rows or ops.is_row_invariant(latent_cache):
             return []
         head_dim = max(self.config.qk_head_dim, self.config.v_head_dim)
         max_context = MAX_EXPANDED_ENTRIES // (2 * head_dim * self.num_heads)

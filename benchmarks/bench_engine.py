@@ -172,7 +172,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for method in options.methods
         },
     }
-    add_draft_costs(result["methods"], model_config)
+    add_draft_costs(result["methods"], model_config, options.num_speculative_tokens)
     print_header(
         machine,
         f"{options.model}, {result['dtype']}, {options.new_tokens} new tokens a prompt, greedy",

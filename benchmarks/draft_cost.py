@@ -12,43 +12,41 @@ def plan_target(config: ModelConfig) -> NetworkShare:
     return target_share(CheckpointShape(config, has_fp8_weights=False), Layout())
 
 
-def body_elements(network: NetworkShare) -> float:
-    """Weights that a row is multiplied with, without the head."""
+def row_elements(network: NetworkShare) -> float:
+    """Weights that a row is multiplied with."""
     routed = network.routed.num_elements
     if network.experts is not None:
         routed = routed * network.experts.num_per_token / network.experts.num_experts
-    return network.body.num_elements + routed
+    return network.body.num_elements + routed + network.head.num_elements
 
 
-def row_elements(network: NetworkShare) -> float:
-    """The same with the head."""
-    return body_elements(network) + network.head.num_elements
-
-
-def arithmetic_share(config: ModelConfig, drafts: float, tokens: float) -> float:
-    """Products of a step's drafting over those of its verification, attention to the context left out.
-
-    A sequence has `drafts` drafts in a step and keeps `tokens` tokens. The modules run over every token that was kept,
-    then on over each draft but the last.
-    """
+def arithmetic_share(config: ModelConfig) -> float:
+    """Products of a module's row over those of the target's, attention to the context left out."""
     target = plan_target(config)
     module = mtp_share(CheckpointShape(config, has_fp8_weights=False), Layout(), target)
-    num_rows = tokens * config.num_nextn_predict_layers + max(drafts - 1, 0)
-    drafting = num_rows * body_elements(module) + drafts * module.head.num_elements
-    return drafting / ((1 + drafts) * row_elements(target))
+    return row_elements(module) / row_elements(target)
 
 
-def add_draft_costs(methods: dict[str, dict[str, Any]], config: ModelConfig) -> None:
-    """To each workload of an mtp method, under `draft_cost`."""
+def add_draft_costs(methods: dict[str, dict[str, Any]], config: ModelConfig, num_drafts: int | str | None) -> None:
+    """To each workload of an mtp method, under `draft_cost`.
+
+    A draft's pass has a row a sequence, as the target's has in plain decoding, and is set beside it; the first has a
+    row for each token that was kept. Where the number of drafts changes from step to step, passes are not counted.
+    """
     for method, result in methods.items():
-        if method.partition(":")[0] != "mtp":
+        name, _, number_text = method.partition(":")
+        if name != "mtp":
             continue
-        for cell in result["workloads"].values():
+        drafts = number_text or num_drafts
+        num_passes = int(drafts) + config.num_nextn_predict_layers - 1 if str(drafts).isdecimal() else None
+        for workload, cell in result["workloads"].items():
             step = cell["step_ms"]
+            plain = methods["plain"]["workloads"][workload]["step_ms"]["forward"] if "plain" in methods else None
+            pass_share = step["propose"] / num_passes / plain if num_passes and plain else None
             cell["draft_cost"] = {
                 "share_of_step": step["propose"] / step["total"],
-                "measured": step["propose"] / step["forward"],
-                "arithmetic": arithmetic_share(config, cell["drafts_a_sequence"], cell["mean_acceptance_length"]),
+                "pass_share": pass_share,
+                "arithmetic": arithmetic_share(config),
             }
 
 
@@ -57,14 +55,14 @@ def print_draft_costs(methods: dict[str, dict[str, Any]]) -> None:
     for method, result in methods.items():
         for name, cell in result["workloads"].items():
             if "draft_cost" in cell:
-                cost = cell["draft_cost"]
-                cells = [
-                    cost["share_of_step"],
-                    cost["measured"],
-                    cost["arithmetic"],
-                    cost["measured"] / cost["arithmetic"],
-                ]
-                rows.append([name, method, *(number(value, 2) for value in cells)])
+                cost, step = cell["draft_cost"], cell["step_ms"]
+                shares = [cost["share_of_step"], step["verify"] / step["total"]]
+                shares.append(1 - sum(shares) - step["forward"] / step["total"])
+                passes = [cost["pass_share"], cost["arithmetic"]]
+                rows.append([name, method, *(number(value, 2) for value in [*shares, *passes])])
     if rows:
-        headers = ["workload", "method", "drafting of step", "beside target's pass", "by arithmetic", "× arithmetic"]
+        headers = ["workload", "method", "propose", "verify", "rest", "a draft's pass", "by arithmetic"]
         print(f"\n{format_table(headers, rows)}\n")
+        print(
+            "Shares of a step, the rest of which is the target's pass. A draft's pass: beside the target's over as many rows.\n"
+        )

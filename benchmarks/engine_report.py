@@ -66,7 +66,6 @@ def _workload_result(
         "decode_tokens_per_s": median([run.decode_tokens_per_s for run in runs]),
         "mean_acceptance_length": last.mean_acceptance_length,
         "acceptance_by_position": last.acceptance_by_position,
-        "drafts_a_sequence": last.counts["num_drafted"] / max(last.num_verifications, 1),
         "bandwidth_share": median([floor_s * run.num_steps / run.decode_s for run in runs if run.decode_s]),
         "first_token_ms": median([1e3 * s for run in runs for s in run.first_token_s]),
         "num_decode_steps": last.num_steps,

@@ -14,64 +14,10 @@
  * (dot_tile.h), which makes them the columns of a small matrix product with lanes over keys.
  */
 #include <math.h>
-#include <stdlib.h>
 
+#include "attention_tile.h"
 #include "dot_tile.h"
-#include "parallel.h"
-
-enum { CHUNK = 128, TILE_ROWS = 48 };
-
-/* Rows times vectors held in registers while values are summed up */
-#if VL == 16
-#define SUM_ROWS 6
-#define SUM_VECTORS 4
-#elif VL == 8
-#define SUM_ROWS 3
-#define SUM_VECTORS 4
-#elif defined(__aarch64__)
-#define SUM_ROWS 3
-#define SUM_VECTORS 8
-#else
-#define SUM_ROWS 1
-#define SUM_VECTORS 8
-#endif
-
-typedef struct {
-    TaskQueue queue;
-    int64_t num_seqs, num_query_heads, num_kv_heads, head_dim, padded_dim, block_size;
-    int64_t group;  /* query heads a KV head */
-    int64_t window; /* positions seen, own included; 0 = all */
-    float scale;
-    int is_float;
-    const void *query;
-    int64_t query_stride; /* elements from token to token */
-    const char *key_cache, *value_cache;
-    const int32_t *cu_seqlens_q, *context_lens, *block_tables;
-    int64_t table_stride;
-    void *out; /* [num_tokens, num_query_heads, head_dim] */
-    /* How the work is cut: a task is a tile of rows, for heads_per_task KV heads, and with a split for one chunk only */
-    int64_t num_tiles, heads_per_task, num_splits;
-    float *partials; /* with a split: [tasks][partial_floats] */
-    int failed;      /* a thread could not get its scratch memory */
-} AttentionCall;
-
-/* The rows of a task: a sequence's rows times the query heads of a KV head, position-major, from first_row on. */
-typedef struct {
-    int64_t task, first_head, rows, first_row;
-    int64_t first_token;    /* the sequence's first row in the batch */
-    int64_t first_position; /* the position of that row */
-    int64_t begin, end;     /* chunks to attend to */
-    const int32_t *block_table;
-} Tile;
-
-/* One chunk of a tile, and where it lies */
-typedef struct {
-    Tile tile;
-    int64_t chunk;
-    int count;              /* positions of the chunk up to the last that any row attends to */
-    int64_t offsets[CHUNK]; /* bytes from the start of a cache to the first head of a position */
-    int low[TILE_ROWS], high[TILE_ROWS]; /* a row attends to positions low .. high - 1 of the chunk */
-} Item;
+#include "value_sum.h"
 
 typedef struct {
     float *max, *sum, *out; /* [TILE_ROWS], [TILE_ROWS], [TILE_ROWS, padded_dim] */
@@ -84,88 +30,12 @@ typedef struct {
     float *scores; /* [TILE_ROWS, CHUNK], then their exponentials */
     Partial chunk;
     float *totals; /* [heads_per_task][partial_floats] */
-    int64_t prefetched; /* positions of the next item */
 } Scratch;
 
 static int64_t partial_floats(const AttentionCall *call) { return TILE_ROWS * (call->padded_dim + 2); }
 
 static Partial partial_at(float *memory) {
     return (Partial){.max = memory, .sum = memory + TILE_ROWS, .out = memory + 2 * TILE_ROWS};
-}
-
-static int64_t element_size(const AttentionCall *call) { return call->is_float ? 4 : 2; }
-
-static int64_t row_position(const AttentionCall *call, const Tile *tile, int64_t row) {
-    return tile->first_position + (tile->first_row + row) / call->group;
-}
-
-/* Tasks in the order: sequences, groups of heads, tiles (the longest first), chunks. Returns 0 for one without work. */
-static int find_tile(const AttentionCall *call, int64_t task, Tile *tile) {
-    int64_t num_groups = call->num_kv_heads / call->heads_per_task, rest = task / call->num_splits;
-    int64_t seq = rest / (num_groups * call->num_tiles), index = call->num_tiles - 1 - rest % call->num_tiles;
-    int64_t num_rows = (call->cu_seqlens_q[seq + 1] - call->cu_seqlens_q[seq]) * call->group;
-    tile->task = task;
-    tile->first_head = rest / call->num_tiles % num_groups * call->heads_per_task;
-    tile->first_row = index * TILE_ROWS;
-    if (tile->first_row >= num_rows) return 0;
-    tile->rows = num_rows - tile->first_row < TILE_ROWS ? num_rows - tile->first_row : TILE_ROWS;
-    tile->first_token = call->cu_seqlens_q[seq];
-    tile->first_position = call->context_lens[seq] - num_rows / call->group;
-    tile->block_table = call->block_tables + seq * call->table_stride;
-    int64_t first = row_position(call, tile, 0) + 1 - call->window, last = row_position(call, tile, tile->rows - 1);
-    tile->begin = call->window && first > 0 ? first / CHUNK : 0;
-    tile->end = last < 0 ? tile->begin + 1 : last / CHUNK + 1; /* at least one, so that rows seeing nothing are written */
-    if (call->num_splits > 1) {
-        int64_t chunk = task % call->num_splits;
-        if (chunk < tile->begin || chunk >= tile->end) return 0;
-        tile->begin = chunk, tile->end = chunk + 1;
-    }
-    return 1;
-}
-
-static void locate_chunk(const AttentionCall *call, Item *item) {
-    const Tile *tile = &item->tile;
-    int64_t start = item->chunk * CHUNK;
-    item->count = 0;
-    for (int64_t r = 0; r < tile->rows; r++) {
-        int64_t position = row_position(call, tile, r);
-        int64_t low = call->window ? position + 1 - call->window - start : 0, high = position + 1 - start;
-        item->low[r] = low < 0 ? 0 : low > CHUNK ? CHUNK : (int)low;
-        item->high[r] = high < 0 ? 0 : high > CHUNK ? CHUNK : (int)high;
-        if (item->high[r] > item->count) item->count = item->high[r];
-    }
-    int64_t head_bytes = call->head_dim * element_size(call), slot_bytes = call->num_kv_heads * head_bytes;
-    int64_t block = start / call->block_size, offset = start % call->block_size;
-    for (int j = 0; j < item->count; j++) {
-        int64_t slot = tile->block_table[block] * call->block_size + offset;
-        item->offsets[j] = slot * slot_bytes + tile->first_head * head_bytes;
-        if (++offset == call->block_size) block++, offset = 0;
-    }
-    for (int j = item->count; j % VL; j++) item->offsets[j] = item->offsets[j - 1];
-}
-
-/* The chunk after `previous` (NULL: none yet): of the same tile, or the first of the next task. Returns 0 at the end. */
-static int next_item(AttentionCall *call, const Item *previous, Item *item) {
-    if (previous && previous->chunk + 1 < previous->tile.end) {
-        item->tile = previous->tile;
-        item->chunk = previous->chunk + 1;
-    } else {
-        int64_t task;
-        do {
-            task = take_task(&call->queue);
-            if (task >= call->queue.num_tasks) return 0;
-        } while (!find_tile(call, task, &item->tile));
-        item->chunk = item->tile.begin;
-    }
-    locate_chunk(call, item);
-    return 1;
-}
-
-/* The element of query and out at which row `row` of the tile starts, for a distance `stride` between tokens */
-static int64_t row_offset(const AttentionCall *call, const Tile *tile, int64_t head, int64_t row, int64_t stride) {
-    int64_t flat = tile->first_row + row;
-    int64_t query_head = (tile->first_head + head) * call->group + flat % call->group;
-    return (tile->first_token + flat / call->group) * stride + query_head * call->head_dim;
 }
 
 static void gather_query(const AttentionCall *call, const Tile *tile, int64_t head, Scratch *scratch) {
@@ -202,26 +72,11 @@ static void pack_keys(const AttentionCall *call, const Item *item, int64_t head,
     }
 }
 
-/* Fetches a part of the next item's rows into the L2 cache: blocks lie scattered, out of reach of the CPU's own
- * prefetching, and the parts are small enough for the fetches to pass while the current item is computed. */
-static void prefetch_next(const AttentionCall *call, const Item *next, int64_t positions, Scratch *scratch) {
-    int64_t bytes = call->heads_per_task * call->head_dim * element_size(call);
-    int64_t end = scratch->prefetched + positions < next->count ? scratch->prefetched + positions : next->count;
-    for (; scratch->prefetched < end; scratch->prefetched++) {
-        int64_t at = next->offsets[scratch->prefetched];
-        for (int64_t i = 0; i < bytes; i += 64) {
-            __builtin_prefetch(call->key_cache + at + i, 0, 2);
-            __builtin_prefetch(call->value_cache + at + i, 0, 2);
-        }
-    }
-}
-
-/* Scores of a head, not yet scaled; `next` may be NULL. */
-static void score_chunk(const AttentionCall *call, const Item *item, const Item *next, int64_t head, Scratch *scratch) {
-    int64_t num_parts = (item->count + NB - 1) / NB * call->heads_per_task, D = call->head_dim;
+/* Scores of a head, not yet scaled */
+static void score_chunk(const AttentionCall *call, const Item *item, int64_t head, Scratch *scratch) {
+    int64_t D = call->head_dim;
     int64_t row_bytes = D * (int64_t)(call->is_float ? sizeof(float) : sizeof(bf16_row_t));
     for (int first_key = 0; first_key < item->count; first_key += NB) {
-        if (next) prefetch_next(call, next, next->count / num_parts + 1, scratch);
         pack_keys(call, item, head, first_key, scratch->keys);
         for (int64_t row = 0; row < item->tile.rows; row += MAX_ROWS) {
             int rows = (int)(item->tile.rows - row < MAX_ROWS ? item->tile.rows - row : MAX_ROWS);
@@ -257,78 +112,18 @@ static void exponentiate_row(const AttentionCall *call, const Item *item, Scratc
     scratch->chunk.sum[row] = v_sum(sum);
 }
 
-/* The arguments of a sum of values that do not change within a tile */
-typedef struct {
-    const char *cache; /* of the head */
-    const int64_t *offsets;
-    const float *weights; /* [TILE_ROWS, CHUNK] */
-    float *out;           /* [TILE_ROWS, padded_dim] */
-    int64_t head_dim, padded_dim;
-    int is_float;
-} ValueSum;
-
-/* out[row + m] += sum over low <= j < high of weight[row + m][j] * value[j], for `vectors` vectors from dimension d */
-ALWAYS_INLINE void sum_vectors(const ValueSum *sum, int is_float, int rows, int vectors, int64_t row, int64_t d, int low, int high) {
-    vf acc[SUM_ROWS][SUM_VECTORS];
-    int64_t padded_dim = sum->padded_dim;
-    float *out = sum->out + row * padded_dim + d;
-    const float *weights = sum->weights + row * CHUNK;
-    int lanes = vectors > 1 ? VL : lanes_left(d, sum->head_dim);
-    UNROLL
-    for (int m = 0; m < rows; m++)
-        UNROLL
-        for (int v = 0; v < vectors; v++) acc[m][v] = v_load(out + m * padded_dim + v * VL);
-    for (int j = low; j < high; j++) {
-        vf value[SUM_VECTORS];
-        UNROLL
-        for (int v = 0; v < vectors; v++) value[v] = v_load_any(sum->cache + sum->offsets[j], d + v * VL, lanes, is_float);
-        UNROLL
-        for (int m = 0; m < rows; m++) {
-            vf weight = v_set1(weights[m * CHUNK + j]);
-            UNROLL
-            for (int v = 0; v < vectors; v++) acc[m][v] = v_fma(weight, value[v], acc[m][v]);
-        }
-    }
-    UNROLL
-    for (int m = 0; m < rows; m++)
-        UNROLL
-        for (int v = 0; v < vectors; v++) v_store(out + m * padded_dim + v * VL, acc[m][v]);
-}
-
-ALWAYS_INLINE void sum_dimensions(const ValueSum *sum, int is_float, int rows, int64_t row, int low, int high) {
-    int64_t d = 0;
-    for (; d + SUM_VECTORS * VL <= sum->head_dim; d += SUM_VECTORS * VL)
-        sum_vectors(sum, is_float, rows, SUM_VECTORS, row, d, low, high);
-    for (; d < sum->head_dim; d += VL) sum_vectors(sum, is_float, rows, 1, row, d, low, high);
-}
-
-#define CASE(R)                                             \
-    case R:                                                 \
-        if (sum->is_float)                                  \
-            sum_dimensions(sum, 1, R, row, low, high);      \
-        else                                                \
-            sum_dimensions(sum, 0, R, row, low, high);      \
-        break;
-
-static void sum_block(const ValueSum *sum, int64_t rows, int64_t row, int low, int high) {
-    if (low >= high) return;
-    switch (rows) {
-        CASE(1)
-#if SUM_ROWS >= 3
-        CASE(2) CASE(3)
-#endif
-#if SUM_ROWS >= 6
-        CASE(4) CASE(5) CASE(6)
-#endif
-    }
-}
-#undef CASE
-
-/* SUM_ROWS rows share each value as far as all of them attend to it; what lies before and after is summed row by row. */
-static void sum_values(const AttentionCall *call, const Item *item, int64_t head, Scratch *scratch) {
-    ValueSum sum = {.cache = call->value_cache + head * call->head_dim * element_size(call), .offsets = item->offsets,
-                    .weights = scratch->scores, .out = scratch->chunk.out, .head_dim = call->head_dim,
+/* SUM_ROWS rows share each value as far as all of them attend to it; what lies before and after is summed row by row.
+ * `next` may be NULL. */
+static void sum_values(const AttentionCall *call, const Item *item, const Item *next, int64_t head, Scratch *scratch) {
+    int64_t head_offset = head * call->head_dim * element_size(call);
+    ValueSum sum = {.cache = call->value_cache + head_offset, .offsets = item->offsets,
+                    .weights = scratch->scores, .weight_stride = CHUNK, .out = scratch->chunk.out, .head_dim = call->head_dim,
                     .padded_dim = call->padded_dim, .is_float = call->is_float};
+    if (next && item->count) {
+        sum.next_keys = call->key_cache + head_offset, sum.next_values = call->value_cache + head_offset;
+        sum.next_offsets = next->offsets, sum.next_count = next->count;
+        sum.next_step = (next->count + item->count - 1) / item->count;
+    }
     memset(sum.out, 0, (size_t)(item->tile.rows * call->padded_dim) * sizeof(float));
     for (int64_t row = 0; row < item->tile.rows; row += SUM_ROWS) {
         int64_t end = row + SUM_ROWS < item->tile.rows ? row + SUM_ROWS : item->tile.rows;
@@ -340,6 +135,7 @@ static void sum_values(const AttentionCall *call, const Item *item, int64_t head
         if (low > high) low = high = 0;
         for (int64_t r = row; r < end; r++) sum_block(&sum, 1, r, item->low[r], item->high[r] < low ? item->high[r] : low);
         sum_block(&sum, end - row, row, low, high);
+        if (high > sum.next_begin) sum.next_begin = high; /* the rows that follow read the same positions */
         for (int64_t r = row; r < end; r++) sum_block(&sum, 1, r, item->low[r] > high ? item->low[r] : high, item->high[r]);
     }
 }
@@ -380,14 +176,13 @@ static void write_rows(const AttentionCall *call, const Tile *tile, int64_t head
 /* One head of a chunk, into scratch->chunk */
 static void attend_chunk(const AttentionCall *call, const Item *item, const Item *next, int64_t head, Scratch *scratch) {
     gather_query(call, &item->tile, head, scratch);
-    score_chunk(call, item, next, head, scratch);
+    score_chunk(call, item, head, scratch);
     for (int64_t r = 0; r < item->tile.rows; r++) exponentiate_row(call, item, scratch, r);
-    sum_values(call, item, head, scratch);
+    sum_values(call, item, next, head, scratch);
 }
 
 static void attend_item(const AttentionCall *call, const Item *item, const Item *next, Scratch *scratch) {
     const Tile *tile = &item->tile;
-    scratch->prefetched = 0;
     for (int64_t head = 0; head < call->heads_per_task; head++) {
         if (call->num_splits > 1) { /* the fold comes later, when all chunks are there */
             scratch->chunk = partial_at(call->partials + tile->task * partial_floats(call));

@@ -64,5 +64,5 @@ def print_draft_costs(methods: dict[str, dict[str, Any]]) -> None:
         headers = ["workload", "method", "propose", "verify", "rest", "a draft's pass", "by arithmetic"]
         print(f"\n{format_table(headers, rows)}\n")
         print(
-            "Shares of a step, the rest of which is the target's pass. A draft's pass: beside the target's over as many rows.\n"
+            "Shares of a step, the rest being the target's pass. A draft's pass: beside the target's of as many rows.\n"
         )

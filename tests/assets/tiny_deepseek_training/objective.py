@@ -12,7 +12,7 @@ MTP_WEIGHT = 0.3  # λ of the report, section 4.2
 REUSE_WEIGHTS = (0.15, 0.1)  # the same module fed with its own output, once and twice, as drafting with k > 1 does
 AGREEMENT_RATIO = 2.0  # each draft step's weight again, times this, on the distance to the target's own distribution
 AGREEMENT_START = 660  # step: before it the target is too poor to agree with
-REUSE_SHARE = 4  # re-use is trained on one window in so many
+REUSE_SHARE = 4  # re-use is trained, and not measured, on one window in so many
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def losses(
     target = log_probs.detach().exp()
     total, by_step = main, []
     for step, weight in enumerate((MTP_WEIGHT, *REUSE_WEIGHTS)):
-        if step == 1:
+        if step == 1 and network.training:
             count = -(-len(windows) // REUSE_SHARE)
             hidden, inputs, windows, target = (x[:count] for x in (hidden, inputs, windows, target))
         hidden = network.draft(hidden[:, :-1], inputs[:, step + 1 :], first_position=step)

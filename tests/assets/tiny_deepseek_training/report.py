@@ -125,8 +125,8 @@ def _readme(
         f'("{USER}What is the module json?{ASSISTANT}..."). One file in {HELD_OUT_SHARE}, by the checksum of its name, '
         f"is held out. The loss is that of the next token plus {MTP_WEIGHT} × that of the MTP module, plus those of "
         f"the module fed with its own output once and twice, weighted {REUSE_WEIGHTS[0]} and {REUSE_WEIGHTS[1]}. From "
-        f"step {AGREEMENT_START} on, each draft is also pulled to the target's own distribution, {AGREEMENT_RATIO:g} times "
-        f"as strongly. Windows are short, and {shape.max_position_embeddings} tokens while the learning rate falls.",
+        f"step {AGREEMENT_START} on, each draft is also pulled to the target's own distribution, {AGREEMENT_RATIO:g} "
+        f"times as strongly. Windows have 256 tokens, then {shape.max_position_embeddings} while rates fall.",
         width=120,
     )
     sample = tokenizer.decode(continuations[0].prompt_ids + continuations[0].output_ids)

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,15 +183,7 @@ def measure_row_kernels(num_rows: int, dtype: torch.dtype, repeats: int) -> list
         ("store_kv", 4 * key.nbytes, lambda m: m.store_kv(key, key, *caches, positions * BLOCK_SIZE)),
     ]
     return [
-        alternate(
-            name,
-            f"{num_rows} rows",
-            lambda call=call: call(ops),
-            lambda call=call: call(reference),
-            20 * repeats,
-            size,
-            0,
-        )
+        alternate(name, f"{num_rows} rows", partial(call, ops), partial(call, reference), 20 * repeats, size, 0)
         for name, size, call in calls
     ]
 

@@ -13,8 +13,8 @@ class Device:
     name: str
     memory_bytes: int
     bandwidth: float  # bytes a second, read from that memory
-    flops: float  # a second, dense, bf16
-    fp8_flops: float | None = None  # None: no FP8 arithmetic, so FP8 weights are expanded when they are loaded
+    flops: float  # a second, dense, bf16: what products are taken in, of FP8 weights as well
+    reads_fp8: bool = True  # its kernels widen FP8 weights as they read them; else these are expanded when loaded
     layer_overhead_s: float = 0.0  # of a pass beside reading and computing: launches, collectives
 
     @property
@@ -33,22 +33,22 @@ class Device:
 
 
 # NVIDIA's data sheets of each product (SXM where there are several), rates "with sparsity" halved. Memory is what
-# the driver leaves to programs, some percent below the number in the name.
+# the driver leaves to programs, some percent below the number in the name. FP8 begins with compute capability 8.9.
 DEVICES = {
     device.name: device
     for device in (
-        Device("b200", 178 * GIB, 8.0e12, 2250e12, 4500e12),
-        Device("h200", 139 * GIB, 4.8e12, 989e12, 1979e12),
-        Device("h100", 79 * GIB, 3.35e12, 989e12, 1979e12),
-        Device("h20", 95 * GIB, 4.0e12, 148e12, 296e12),
-        Device("a100", 79 * GIB, 2.039e12, 312e12),
-        Device("a100-40g", 39 * GIB, 1.555e12, 312e12),
-        Device("l40s", 44 * GIB, 0.864e12, 362e12, 733e12),
-        Device("l4", 22 * GIB, 0.3e12, 121e12, 242e12),
-        Device("a10g", 22 * GIB, 0.6e12, 70e12),
-        Device("rtx4090", int(23.5 * GIB), 1.008e12, 165e12, 330e12),
+        Device("b200", 178 * GIB, 8.0e12, 2250e12),
+        Device("h200", 139 * GIB, 4.8e12, 989e12),
+        Device("h100", 79 * GIB, 3.35e12, 989e12),
+        Device("h20", 95 * GIB, 4.0e12, 148e12),
+        Device("a100", 79 * GIB, 2.039e12, 312e12, reads_fp8=False),
+        Device("a100-40g", 39 * GIB, 1.555e12, 312e12, reads_fp8=False),
+        Device("l40s", 44 * GIB, 0.864e12, 362e12),
+        Device("l4", 22 * GIB, 0.3e12, 121e12),
+        Device("a10g", 22 * GIB, 0.6e12, 70e12, reads_fp8=False),
+        Device("rtx4090", int(23.5 * GIB), 1.008e12, 165e12),
         # A laptop: two channels of DDR5-5600 read at two thirds of their 90 GB/s; eight cores with AVX2.
-        Device(CPU, 16 * GIB, 60e9, 0.6e12),
+        Device(CPU, 16 * GIB, 60e9, 0.6e12, reads_fp8=False),
     )
 }
 

@@ -74,7 +74,7 @@ class NetworkShare:
     windows: tuple[int | None, ...]  # one a layer: how much of the context it reads; None: all
     attention_flops: int  # a row, token of its context, and layer
     experts: ExpertLoad | None
-    computes_fp8: bool
+    keeps_fp8: bool
 
     @property
     def weight_bytes(self) -> int:
@@ -144,7 +144,7 @@ def _network_share(
         windows=config.sliding_windows[: len(kv_specs)],
         attention_flops=2 * num_heads * width,
         experts=experts,
-        computes_fp8=shape.has_fp8_weights and layout.keeps_fp8,
+        keeps_fp8=shape.has_fp8_weights and layout.keeps_fp8,
     )
 
 

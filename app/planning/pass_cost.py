@@ -45,12 +45,11 @@ def pass_cost(
     kv_bytes = num_sequences * sum(
         spec.token_bytes * length for spec, length in zip(network.kv_specs, attended, strict=True)
     )
-    body_rate = device.fp8_flops if network.computes_fp8 and device.fp8_flops else device.flops
-    other_flops = head_flops + num_rows * network.attention_flops * sum(attended)
+    attention_flops = num_rows * network.attention_flops * sum(attended)
     return PassCost(
         weight_bytes,
         kv_bytes,
         memory_s=(weight_bytes + kv_bytes) / device.bandwidth,
-        arithmetic_s=2 * num_rows * num_elements / body_rate + other_flops / device.flops,
+        arithmetic_s=(2 * num_rows * num_elements + head_flops + attention_flops) / device.flops,
         overhead_s=len(network.windows) * device.layer_overhead_s,
     )

@@ -22,8 +22,6 @@ def _header(plan: ServePlan) -> str:
     if plan.target.layout.expert_parallel:
         ranks += ", each with its own experts,"
     rates = f"{device.bandwidth / 1e12:.3g} TB/s, {device.flops / 1e12:.3g} TFLOP/s"
-    if device.fp8_flops is not None:
-        rates += f", {device.fp8_flops / 1e12:.4g} in FP8"
     drafts = f", k = {plan.num_drafts}" if plan.num_drafts else ""
     return f"{model}\n{ranks} of {device.name}: {size(device.memory_bytes)}, {rates}\nmethod {plan.method}{drafts}"
 
@@ -112,7 +110,7 @@ def _notes(plan: ServePlan) -> list[str]:
     elif largest * plan.context_len > capacity.pool_tokens:
         fit = capacity.pool_tokens // plan.context_len
         notes.append(f"The pool holds {fit} sequences of {plan.context_len} tokens: with more some wait.")
-    if plan.target.share.computes_fp8:
+    if plan.target.share.keeps_fp8:
         expanded = plan.target.share.expanded_bytes + (plan.drafter.expanded_bytes if plan.drafter is not None else 0)
         notes.append(
             f"FP8 weights are counted as stored, a byte each and scales; expanded they would take {size(expanded)}."

@@ -75,7 +75,7 @@ def plan_serving(
     if context_len > max_model_len:
         raise ValueError(f"--context is {context_len}, above max_model_len, {max_model_len}: lower it")
     speculative = config.speculative_config
-    layout = Layout(config.tensor_parallel_size, config.expert_parallel, device.fp8_flops is not None)
+    layout = Layout(config.tensor_parallel_size, config.expert_parallel, device.reads_fp8)
     target = PlannedTarget(shape, layout, target_share(shape, layout))
     drafter = DRAFTERS[speculative.method](speculative, target) if speculative is not None else None
     num_drafts = speculative.draft_limit if speculative is not None else 0

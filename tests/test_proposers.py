@@ -144,12 +144,12 @@ def test_a_prefix_hit_on_blocks_the_drafter_never_saw_is_computed_from_the_token
 
 def test_blocks_used_again_with_the_drafter_off_are_not_taken_for_its_own():
     """C07: what the drafter once computed in a block says nothing of the tokens that the block holds now."""
-    other = [token % (VOCAB - 1) + 1 for token in PROMPTS[7]]
-    engine = make_engine(KVReadingModel(VOCAB), k=3, max_num_seqs=1, num_blocks=16)
-    engine.texts([PROMPTS[7]], [{}])
-    engine.texts([other], [{"num_speculative_tokens": 0}])
-    engine.texts([other], [{}])
-    assert engine.scheduler.num_prefix_hit_tokens >= 36
+    engine = make_engine(KVReadingModel(VOCAB), k=3, max_num_seqs=2)
+    engine.texts([PROMPTS[7]] * 2, [{}] * 2)  # one of the two is not in the prefix cache: its blocks go out again first
+    prompt = [token % (VOCAB - 1) + 1 for token in PROMPTS[7][:20]]
+    (text,) = engine.texts([prompt], [{"num_speculative_tokens": 0}])
+    engine.texts([prompt + text], [{}])
+    assert engine.scheduler.num_prefix_hit_tokens == 32
     stats = engine.scheduler.speculation_stats
     assert stats.num_accepted == stats.num_drafted > 0
 

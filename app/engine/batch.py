@@ -41,7 +41,7 @@ def build_batch(
     state: SequenceState,
     slots: np.ndarray,  # [num_seqs] int64
     starts: np.ndarray,  # [num_seqs] int64: position of each sequence's first row
-    num_new_tokens: np.ndarray,  # [num_seqs] int64, 1 or more
+    num_new_tokens: np.ndarray,  # [num_seqs] int64; 0 where drafts alone are rows (a drafter's passes)
     draft_token_ids: np.ndarray,  # [num_seqs, k] int64; entries past a sequence's drafts are not read
     num_draft_tokens: np.ndarray,  # [num_seqs] int64, at most k
     samples: np.ndarray,  # [num_seqs] bool: the rows reach the sequence's last known token

@@ -40,6 +40,11 @@ async def collect(engine: AsyncEngine, request: GenerationRequest) -> list[int]:
     return token_ids
 
 
+async def drain(stream) -> None:
+    async for _ in stream:
+        pass
+
+
 async def wait_until_idle(engine: AsyncEngine) -> dict:
     for _ in range(200):
         stats = await engine.stats()
@@ -93,8 +98,7 @@ async def test_a_failing_step_ends_every_stream_and_turns_health_red(engine):
 
     engine.engine.executor.execute = broken
     with pytest.raises(EngineDeadError, match="the device is gone"):
-        while True:
-            await anext(stream)
+        await drain(stream)
     with pytest.raises(EngineDeadError):
         engine.check_health()
     with pytest.raises(EngineDeadError):

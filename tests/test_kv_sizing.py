@@ -41,7 +41,12 @@ def test_asked_for_bytes_are_taken_whole():
 
 @pytest.mark.parametrize(
     ("memory", "available", "message"),
-    [(2**28, 4 * GIB, "lower max_model_len to 4080"), (8 * GIB, 4 * GIB, "only 4096 MiB are free"), (None, 0, "free memory"), (10, GIB, "raise kv_cache_memory$")],
+    [
+        (2**28, 4 * GIB, "lower max_model_len to 4080"),
+        (8 * GIB, 4 * GIB, "only 4096 MiB are free"),
+        (None, 0, "free memory"),
+        (10, GIB, "raise kv_cache_memory$"),
+    ],
 )
 def test_what_cannot_fit_is_refused_with_the_remedy(memory, available, message):
     shape = replace(SHAPE, max_model_len=4081) if memory == 2**28 else SHAPE

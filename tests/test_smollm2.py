@@ -8,7 +8,6 @@ import pytest
 
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
-from models.checkpoint import resolve_checkpoint
 
 PROMPTS = json.loads((Path(__file__).parents[1] / "benchmarks" / "prompts.json").read_text())
 NUM_NEW_TOKENS = 128
@@ -27,9 +26,8 @@ def gguf() -> Path:
 @pytest.mark.parametrize("method", [None, "ngram", "suffix"])
 def test_fp32_ids_equal_the_reference_on_all_prompts(gguf, method):
     speculative = {"method": method, "num_speculative_tokens": 4} if method else None
-    engine = LLMEngine(
-        model=str(gguf), dtype="float32", device="cpu", max_model_len=512, speculative_config=speculative, progress=False
-    )
+    sizes = {"dtype": "float32", "device": "cpu", "max_model_len": 512}
+    engine = LLMEngine(model=str(gguf), speculative_config=speculative, progress=False, **sizes)
     params = SamplingParams(temperature=0.0, max_tokens=NUM_NEW_TOKENS)
     for kind in ("open", "copy"):
         outputs = engine.generate(PROMPTS[kind], params, use_tqdm=False)

@@ -76,7 +76,7 @@ def test_the_modules_kv_is_the_same_for_all_chunk_sizes(folder):
 
 
 def test_a_hit_ends_where_the_next_tokens_differ(folder, monkeypatch):
-    """C08: the modules' KV at a block's end depends on the two tokens after it; a prompt that shares them loses none."""
+    """C08: the modules' KV at a block's end depends on the two tokens after it; whoever shares them loses none."""
     recorder = DraftRecorder(monkeypatch)
     engine = make_engine(folder)
     other = [*PROMPT[:32], (PROMPT[32] + 1) % 300, *PROMPT[33:]]

@@ -281,15 +281,17 @@ int paged_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, i
                           .query = query, .query_stride = query_stride, .key_cache = key_cache, .value_cache = value_cache,
                           .cu_seqlens_q = cu_seqlens_q, .context_lens = context_lens, .block_tables = block_tables,
                           .table_stride = table_stride, .out = out};
-    int64_t max_rows = 0, max_context = 0, width = num_query_heads * head_dim * (is_float ? 4 : 2);
+    int64_t max_rows = 0, max_context = 0, work = 0, width = num_query_heads * head_dim * (is_float ? 4 : 2);
     for (int64_t s = 0; s < num_seqs; s++) {
         int64_t rows = (cu_seqlens_q[s + 1] - cu_seqlens_q[s]) * call.group;
         if (rows > max_rows) max_rows = rows;
         if (context_lens[s] > max_context) max_context = context_lens[s];
+        work += context_lens[s] * num_kv_heads * head_dim * (rows + 8); /* 8: reading a key costs as much as that many rows */
     }
     int64_t covered = num_seqs ? cu_seqlens_q[num_seqs] : 0;
     memset((char *)out + covered * width, 0, (size_t)((num_tokens - covered) * width));
     call.num_tiles = (max_rows + TILE_ROWS - 1) / TILE_ROWS;
+    if (work < 1 << 18) num_threads = 1; /* some microseconds: not worth a second core */
     return max_rows ? run(&call, num_threads, max_context) : 0;
 }
 

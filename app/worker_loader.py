@@ -21,7 +21,7 @@ from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, Tar
 from app.speculative.registry import load_proposer
 from app.speculative.verifier import Verifier
 from app.worker import Worker
-from kernels.packed_weight import PackedWeight
+from kernels.packed_weight import BlockScaledWeight, PackedWeight
 from models.causal_lm import CausalLM
 from models.checkpoint import resolve_checkpoint
 from models.config import read_model_config
@@ -161,15 +161,15 @@ def load_controller(
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Bytes of all weights, packed or plain, each counted once."""
+    """Bytes of all weights, packed, scaled or plain, each counted once."""
     plain = sum(parameter.nbytes for parameter in model.parameters())
-    packed = {
-        id(value.data): value.shape.numel() * value.dtype.itemsize
+    others = {
+        id(value.data): value.nbytes
         for module in model.modules()
         for value in vars(module).values()
-        if isinstance(value, PackedWeight)
+        if isinstance(value, PackedWeight | BlockScaledWeight)
     }
-    return plain + sum(packed.values())
+    return plain + sum(others.values())
 
 
 def check_ranks(config: EngineConfig) -> None:

@@ -8,10 +8,11 @@ from kernels import paged_attention as triton_attention
 from kernels.grouped_linear import grouped_linear
 from kernels.latent_attention import latent_attention
 from kernels.metadata import AttentionMetadata
-from kernels.packed_weight import Weight
+from kernels.packed_weight import BlockScaledWeight, Weight
 from kernels.reference import batched_linear, embedding, pack_weight
 from kernels.rms_norm import add_rms_norm, rms_norm
 from kernels.rotary_embedding import rotary_embedding
+from kernels.scaled_linear import scaled_linear
 from kernels.silu_and_mul import silu_and_mul
 from kernels.store_kv import store_kv
 from kernels.store_latent import store_latent
@@ -51,11 +52,13 @@ def paged_attention(
 
 def linear(
     x: torch.Tensor,  # [..., K]
-    weight: Weight,  # [N, K]; plain, for torch
+    weight: Weight,  # [N, K]; plain, for torch, or FP8 with scales
     bias: torch.Tensor | None = None,  # [N]
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # [..., N]
     """x @ weight^T + bias; a wider `out_dtype` receives the product's fp32 sums unrounded."""
+    if isinstance(weight, BlockScaledWeight):
+        return scaled_linear(x, weight, bias, out_dtype)
     assert isinstance(weight, torch.Tensor), "a packed weight reached torch"
     if out_dtype is None or out_dtype == x.dtype:
         return F.linear(x, weight, bias)

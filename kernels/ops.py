@@ -40,6 +40,14 @@ def is_row_invariant(x: torch.Tensor) -> bool:
     return _backend(x) is cpu_ops
 
 
+def reads_block_scaled(device: torch.device, block_size: tuple[int, int]) -> bool:
+    """Whether `linear` and `grouped_linear` take a `BlockScaledWeight` on a device, and gain by it.
+
+    FP8 is read by GPUs of compute capability 8.9 and above; the kernels' tiles must lie within a block's columns.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9) and block_size[1] % 64 == 0
+
+
 def rms_norm(
     x: torch.Tensor,  # [..., H]
     weight: torch.Tensor,  # [H]
@@ -151,8 +159,8 @@ def batched_linear(
 def unpack_weight(
     weight: Weight,  # [N, K] or [G, N, K]
 ) -> torch.Tensor:
-    """The plain tensor; where the weight is packed, a copy of it."""
-    return cpu_ops.unpack_weight(weight) if isinstance(weight, PackedWeight) else weight
+    """The plain tensor; a copy where the weight is not one."""
+    return cpu_ops.unpack_weight(weight) if isinstance(weight, PackedWeight) else reference.plain_weight(weight)
 
 
 def embedding(

@@ -1,4 +1,4 @@
-"""A matrix, or several of one shape, laid out for the CPU kernels."""
+"""A matrix, or several of one shape, in other layouts than a plain tensor's."""
 
 from dataclasses import dataclass
 
@@ -31,5 +31,35 @@ class PackedWeight:
     def device(self) -> torch.device:
         return self.data.device
 
+    @property
+    def nbytes(self) -> int:
+        """Of the entries, without what pads them."""
+        return self.shape.numel() * self.dtype.itemsize
 
-Weight = torch.Tensor | PackedWeight
+
+@dataclass(frozen=True)
+class BlockScaledWeight:
+    """FP8 entries and one scale a block: weight[.., i, j] = data[.., i, j] * scale[.., i // rows, j // columns].
+
+    For GPU kernels, which widen it while they read it.
+    """
+
+    data: torch.Tensor  # float8_e4m3fn [N, K] or [G, N, K]
+    scale: torch.Tensor  # fp32, one a block
+    block_size: tuple[int, int]  # rows, columns
+    dtype: torch.dtype  # of the activations that it is multiplied with
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes + self.scale.nbytes
+
+
+Weight = torch.Tensor | PackedWeight | BlockScaledWeight

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from kernels.packed_weight import Weight
 from kernels.reference_attention import paged_attention
 from kernels.reference_latent import latent_attention, store_latent
-from kernels.reference_linear import batched_linear, grouped_linear, linear, pack_weight
+from kernels.reference_linear import batched_linear, grouped_linear, linear, pack_weight, plain_weight
 
 __all__ = [
     "add_rms_norm",
@@ -21,6 +21,7 @@ __all__ = [
     "linear",
     "pack_weight",
     "paged_attention",
+    "plain_weight",
     "rms_norm",
     "rotary_embedding",
     "silu_and_mul",

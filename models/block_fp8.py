@@ -1,10 +1,16 @@
-"""FP8 weights with one scale a block, as DeepSeek-V3 stores them: dequantised while they are read."""
+"""FP8 weights with one scale a block, as DeepSeek-V3 stores them.
+
+They stay FP8 where kernels read them so and every shard begins with a block; else they are dequantised while they
+are read, tensor by tensor.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
+from kernels.packed_weight import BlockScaledWeight
+from models.layers.parameter import Shard, UnloadedParameter
 from models.weight_index import StoredTensor, WeightIndex
 
 SCALE_SUFFIX = "_scale_inv"  # despite the name a multiplier
@@ -24,6 +30,10 @@ class BlockScaledTensor:
         return self.weight.shape
 
     @property
+    def name(self) -> str:
+        return self.weight.name
+
+    @property
     def value_dtype(self) -> torch.dtype:
         return torch.float32
 
@@ -38,6 +48,38 @@ class BlockScaledTensor:
         scale = scale[:, first_column : first_column + weight.shape[1]]
         for block, band in _bands(rows, block_rows):
             out[band].copy_(weight[band].float() * scale[block])
+
+
+class ScaledBuffer:
+    """A parameter that stays FP8 while its tensors arrive."""
+
+    def __init__(self, parameter: UnloadedParameter, block_size: tuple[int, int], device: torch.device) -> None:
+        self._dtype, self._block_size = parameter.dtype, block_size
+        self._data = torch.empty(parameter.shape, dtype=torch.float8_e4m3fn, device=device)
+        blocks = (-(-size // block) for size, block in zip(parameter.shape[-2:], block_size, strict=True))
+        self._scale = torch.empty((*parameter.shape[:-2], *blocks), dtype=torch.float32, device=device)
+
+    def take(self, tensor: StoredTensor | BlockScaledTensor, shard: Shard) -> None:
+        assert isinstance(tensor, BlockScaledTensor)
+        self._data[shard.rows].copy_(tensor.weight.read(shard.part))
+        scale_part = tuple(_blocks_of(each, size) for each, size in zip(shard.part, self._block_size, strict=True))
+        self._scale[_scale_rows(shard, self._block_size[0])].copy_(tensor.scale.read(scale_part))
+
+    def weight(self) -> BlockScaledWeight:
+        return BlockScaledWeight(self._data, self._scale, self._block_size, self._dtype)
+
+
+def begins_with_blocks(shard: Shard, block_size: tuple[int, int]) -> bool:
+    """Whether a shard's blocks are blocks of the parameter too."""
+    rows = shard.rows if isinstance(shard.rows, slice) else shard.rows[1]
+    part_starts = (part.start % size for part, size in zip(shard.part, block_size, strict=True))
+    return rows.start % block_size[0] == 0 and not any(part_starts)
+
+
+def _scale_rows(shard: Shard, block_rows: int) -> slice | tuple[int, slice]:
+    if isinstance(shard.rows, slice):
+        return _blocks_of(shard.rows, block_rows)
+    return shard.rows[0], _blocks_of(shard.rows[1], block_rows)
 
 
 def _blocks_of(part: slice, size: int) -> slice:

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import math
 import platform
 import re
 import sys
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from models.block_fp8 import BlockScaledTensor, pair_with_scales
+from kernels import ops
+from models.block_fp8 import BlockScaledTensor, ScaledBuffer, begins_with_blocks, pair_with_scales
 from models.causal_lm import CausalLM
 from models.config import read_model_config
+from models.layers.embedding import VocabParallelEmbedding
 from models.layers.latent_attention import LatentExpansion
 from models.layers.moe import GroupedLinear
 from models.layers.parameter import Shard, UnloadedParameter, set_loaded
@@ -85,6 +88,22 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, progress: 
     assert not any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters())
 
 
+class PlainBuffer:
+    """A parameter in its own dtype while its tensors arrive."""
+
+    def __init__(self, parameter: UnloadedParameter, device: torch.device) -> None:
+        self._tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+
+    def take(self, tensor: StoredTensor | BlockScaledTensor, shard: Shard) -> None:
+        rows = self._tensor[shard.rows]
+        tensor.read_into(shard.part, rows)
+        if _narrows(tensor.value_dtype, rows.dtype) and not rows.isfinite().all():
+            raise ValueError(f"{tensor.name} holds values beyond the range of {rows.dtype}: use bfloat16 or float32")
+
+    def weight(self) -> torch.Tensor:
+        return self._tensor
+
+
 def fill(
     destinations: dict[str, Destination],
     tensors: dict[str, StoredTensor | BlockScaledTensor],  # of the same names
@@ -95,7 +114,8 @@ def fill(
 
     So beside the model there is never more than one parameter in two copies.
     """
-    buffers: dict[UnloadedParameter, torch.Tensor] = {}  # parameters of which some tensors have arrived
+    stays_scaled = _parameters_that_stay_scaled(destinations, tensors, device)
+    buffers: dict[UnloadedParameter, PlainBuffer | ScaledBuffer] = {}  # of which some tensors have arrived
     num_awaited = {each.parameter: len(each.parameter.shards) for each in destinations.values()}
     num_untrimmed_bytes = 0
     num_bytes = sum(parameter.nbytes for parameter in num_awaited)
@@ -112,23 +132,49 @@ def fill(
             destination = destinations[name]
             parameter, shard = destination.parameter, destination.shard
             if parameter not in buffers:
-                buffers[parameter] = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            rows = buffers[parameter][shard.rows]
-            tensor.read_into(shard.part, rows)
-            if _narrows(tensor.value_dtype, rows.dtype) and not rows.isfinite().all():
-                raise ValueError(f"{name} holds values beyond the range of {rows.dtype}: use bfloat16 or float32")
+                block_size = stays_scaled.get(parameter)
+                buffers[parameter] = (
+                    PlainBuffer(parameter, device)
+                    if block_size is None
+                    else ScaledBuffer(parameter, block_size, device)
+                )
+            buffers[parameter].take(tensor, shard)
             num_awaited[parameter] -= 1
             if num_awaited[parameter] == 0:
-                set_loaded(destination.module, destination.parameter_name, buffers.pop(parameter))
+                set_loaded(destination.module, destination.parameter_name, buffers.pop(parameter).weight())
                 if isinstance(destination.module, LatentExpansion):
                     destination.module.split()
-            bar.update(rows.nbytes)
-            num_untrimmed_bytes += rows.nbytes
+            num_loaded_bytes = math.prod(part.stop - part.start for part in shard.part) * parameter.dtype.itemsize
+            bar.update(num_loaded_bytes)
+            num_untrimmed_bytes += num_loaded_bytes
             if num_untrimmed_bytes >= TRIM_INTERVAL_BYTES:
                 _return_freed_memory()
                 num_untrimmed_bytes = 0
     _return_freed_memory()
     assert not buffers
+
+
+def _parameters_that_stay_scaled(
+    destinations: dict[str, Destination],
+    tensors: dict[str, StoredTensor | BlockScaledTensor],
+    device: torch.device,
+) -> dict[UnloadedParameter, tuple[int, int]]:
+    """The block size of parameters that are FP8 in every tensor and are read so by the device's kernels."""
+    block_sizes: dict[UnloadedParameter, tuple[int, int]] = {}
+    widened = set()
+    for name, destination in destinations.items():
+        tensor = tensors[name]
+        if (
+            isinstance(tensor, BlockScaledTensor)
+            and destination.parameter.packed
+            and not isinstance(destination.module, VocabParallelEmbedding)  # whose rows are read as well
+            and ops.reads_block_scaled(device, tensor.block_size)
+            and begins_with_blocks(destination.shard, tensor.block_size)
+        ):
+            block_sizes[destination.parameter] = tensor.block_size
+        else:
+            widened.add(destination.parameter)
+    return {parameter: size for parameter, size in block_sizes.items() if parameter not in widened}
 
 
 def find_destinations(model: nn.Module, prefix: str = "") -> dict[str, Destination]:

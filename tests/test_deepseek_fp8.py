@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels import ops
+from kernels.packed_weight import BlockScaledWeight, PackedWeight
+from models import parallel
 from models.block_fp8 import pair_with_scales
 from models.config import read_model_config
 from models.drafters.deepseek_mtp import load_mtp
@@ -136,6 +139,46 @@ def test_a_row_of_blocks_is_widened_at_a_time(folders, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", counted)
     tensors[KV_B].read_into((slice(0, 112), slice(0, 32)), torch.empty(112, 32, dtype=torch.bfloat16))
     assert sizes == [16] * 7
+
+
+def test_weights_stay_fp8_where_kernels_read_them_so(folders, monkeypatch):
+    """Served by the twins here: matrices, experts and the module's projection as stored, the rest dequantised."""
+    fp8, fp32 = folders
+    monkeypatch.setattr(ops, "reads_block_scaled", lambda device, block_size: block_size == BLOCK)
+    model = load_model(fp8, torch.float32, CPU, progress=False)
+    kinds = {
+        name: type(value)
+        for name, module in model.named_modules()
+        for value in vars(module).values()
+        if isinstance(value, PackedWeight | BlockScaledWeight)
+    }
+    scaled = {name.removeprefix("model.layers.1.") for name, kind in kinds.items() if kind is BlockScaledWeight}
+    assert {"self_attn.o_proj", "self_attn.q_b_proj", "mlp.experts.down_proj", "mlp.shared_experts.down_proj"} <= scaled
+    # Its second part begins at row 24, in the middle of a block of 16; so do the second parts of these.
+    assert not scaled & {"self_attn.q_kv_a_proj", "mlp.experts.gate_up_proj", "mlp.gate", "self_attn.kv_b_proj"}
+    expected = whole_prompt_logits(load_model(fp32, torch.float32, CPU, progress=False), PROMPT)
+    torch.testing.assert_close(whole_prompt_logits(model, PROMPT), expected, atol=1e-4, rtol=1e-4)
+    module = load_mtp(fp8, model, torch.float32, CPU, progress=False).layers[0]
+    assert isinstance(module.eh_proj.weight, BlockScaledWeight)
+    target = load_model(fp32, torch.float32, CPU, progress=False)
+    expected = load_mtp(fp32, target, torch.float32, CPU, progress=False).layers[0].eh_proj(torch.eye(128))
+    torch.testing.assert_close(module.eh_proj(torch.eye(128)), expected)
+
+
+def test_a_part_that_begins_with_a_block_keeps_its_scales(folders, monkeypatch):
+    """Merged matrices and a rank's share: gate and up of 96 rows each, of which two ranks hold 48."""
+    monkeypatch.setattr(ops, "reads_block_scaled", lambda device, block_size: True)
+    stored = load_file(folders[1] / "model.safetensors")
+    name = "model.layers.0.mlp.{}_proj.weight"
+    for rank in range(2):
+        monkeypatch.setattr(parallel, "_group", parallel.TensorParallelGroup(rank, 2))
+        mlp = load_model(folders[0], torch.float32, CPU, progress=False).model.layers[0].mlp
+        rows = slice(48 * rank, 48 * rank + 48)
+        expected = torch.cat([stored[name.format(part)][rows] for part in ("gate", "up")])
+        assert isinstance(mlp.gate_up_proj.weight, BlockScaledWeight)
+        assert torch.equal(ops.unpack_weight(mlp.gate_up_proj.weight), expected)
+        assert isinstance(mlp.down_proj.weight, BlockScaledWeight)
+        assert torch.equal(ops.unpack_weight(mlp.down_proj.weight), stored[name.format("down")][:, rows])
 
 
 def test_the_block_size_is_read_from_the_configuration(folders):

@@ -39,10 +39,12 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         paged_attention,
         rms_norm,
         rotary_embedding,
+        scaled_linear,
         silu_and_mul,
         store_kv,
         store_latent,
     )
+    from kernels.packed_weight import BlockScaledWeight
     from tests.helpers.attention_case import make_case
     from tests.helpers.triton_launch import Launch, LaunchRecorder
 
@@ -54,6 +56,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         paged_attention,
         rms_norm,
         rotary_embedding,
+        scaled_linear,
         silu_and_mul,
         store_kv,
         store_latent,
@@ -61,9 +64,13 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         for name in [name for name in vars(module) if re.fullmatch(r"_\w+_kernel", name)]:
             monkeypatch.setattr(module, name, LaunchRecorder(getattr(module, name), recorded))
 
-    def launch_all(dtype: torch.dtype) -> list[Launch]:
+    def launch_all(dtype: torch.dtype, with_fp8: bool = False) -> list[Launch]:
         def randn(*shape: int) -> torch.Tensor:
             return torch.randn(shape, dtype=dtype)
+
+        def scaled(*shape: int) -> BlockScaledWeight:
+            scale = torch.ones(*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+            return BlockScaledWeight(torch.zeros(shape, dtype=torch.float8_e4m3fn), scale, (128, 128), dtype)
 
         for seqlens, head_dim, window in (([(70, 90), (1, 5)], 64, None), ([(5, 1100)], 128, 300)):
             case = make_case(seqlens, 6, 2, head_dim).to(dtype)
@@ -84,6 +91,10 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             latent_attention.latent_attention(case.query, case.key_cache[:, :, 0], case.metadata, case.scale, 512)
         store_latent.store_latent(randn(4, 576), randn(3, 16, 576), torch.zeros(4, dtype=torch.int64))
         grouped_linear.grouped_linear(randn(4, 128), torch.tensor([1, 0, 3]), randn(3, 256, 128), torch.float32)
+        if with_fp8:
+            for num_rows in (4, 40):
+                scaled_linear.scaled_linear(randn(num_rows, 256), scaled(256, 256))
+            grouped_linear.grouped_linear(randn(4, 256), torch.tensor([1, 0, 3]), scaled(3, 256, 256))
         return recorded
 
     return launch_all
@@ -93,9 +104,10 @@ def launches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     ("capability", "dtype"), [(80, torch.bfloat16), (90, torch.bfloat16), (100, torch.bfloat16), (80, torch.float32)]
 )
 def test_every_launch_compiles(launches, capability: int, dtype: torch.dtype) -> None:
-    """Ampere, Hopper, Blackwell, by the assembler that Triton brings; no GPU takes part."""
-    compiled = [launch.compile(capability) for launch in launches(dtype)]
-    assert len(compiled) == 14
+    """Ampere, Hopper, Blackwell, by the assembler that Triton brings; no GPU takes part. Ampere does not read FP8."""
+    with_fp8 = capability >= 89
+    compiled = [launch.compile(capability) for launch in launches(dtype, with_fp8)]
+    assert len(compiled) == 14 + 3 * with_fp8
     for kernel in compiled:
         assert f"sm_{capability}" in kernel.asm["ptx"]
         # 99 KiB: what a block may have on compute capability 8.6 and 8.9, the smallest of these generations.

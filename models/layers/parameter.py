@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from kernels import ops
+from kernels.packed_weight import BlockScaledWeight, Weight
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class UnloadedParameter(nn.Parameter):
         return cls(shape, dtype, (Shard.whole(*shape),), packed=False)
 
 
-def set_loaded(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Puts the loaded tensor in the place of `module`'s unloaded parameter, packed where kernels want it so."""
+def set_loaded(module: nn.Module, name: str, loaded: torch.Tensor | BlockScaledWeight) -> None:
+    """Puts what was loaded in the place of `module`'s unloaded parameter, packed where kernels want it so."""
     unloaded = module.get_parameter(name)
     assert isinstance(unloaded, UnloadedParameter)
-    assert tensor.shape == unloaded.shape
-    assert tensor.dtype == unloaded.dtype
-    weight = ops.pack_weight(tensor) if unloaded.packed else tensor
+    assert loaded.shape == unloaded.shape
+    assert loaded.dtype == unloaded.dtype
+    weight: Weight = loaded
+    if unloaded.packed and isinstance(loaded, torch.Tensor):
+        weight = ops.pack_weight(loaded)
     delattr(module, name)
     setattr(module, name, nn.Parameter(weight, requires_grad=False) if isinstance(weight, torch.Tensor) else weight)

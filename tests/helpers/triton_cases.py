@@ -4,6 +4,7 @@ The interpreter is chosen when a kernel is decorated, for a whole process, so th
 """
 
 import mmap
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,20 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels import grouped_linear, latent_attention, reference, rms_norm, rotary_embedding, silu_and_mul, store_kv
+from kernels import (
+    grouped_linear,
+    latent_attention,
+    reference,
+    rms_norm,
+    rotary_embedding,
+    scaled_linear,
+    silu_and_mul,
+    store_kv,
+)
 from kernels import paged_attention as attention
 from kernels import store_latent as latent_store
 from kernels.metadata import AttentionMetadata
+from kernels.packed_weight import BlockScaledWeight
 from tests.helpers.attention_case import AttentionCase, make_case, ragged_metadata
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -243,6 +254,38 @@ def test_grouped_linear(dtype: torch.dtype, out_dtype: torch.dtype | None, sizes
     expected = reference.grouped_linear(x, group_sizes, weight, out_dtype)
     assert actual.dtype == (out_dtype or dtype)
     assert_close(actual, expected)
+
+
+def scaled_weight(*shape: int, dtype: torch.dtype) -> BlockScaledWeight:
+    """FP8 in blocks of 20 x 64, the last of them cut short."""
+    blocks = (*shape[:-2], -(-shape[-2] // 20), -(-shape[-1] // 64))
+    scale = randn(*blocks, dtype=torch.float32).abs() / 8
+    return BlockScaledWeight(randn(*shape, dtype=torch.float32).to(torch.float8_e4m3fn), scale, (20, 64), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 16, 70])
+def test_scaled_linear(dtype: torch.dtype, num_rows: int) -> None:
+    x, weight, bias = (
+        randn(num_rows, 160, dtype=dtype)[:, :150],
+        scaled_weight(90, 150, dtype=dtype),
+        randn(90, dtype=dtype),
+    )
+    for out_dtype in (None, torch.float32):
+        expected = reference.linear(x.float(), replace(weight, dtype=torch.float32), bias.float())
+        actual = scaled_linear.scaled_linear(x, weight, bias, out_dtype)
+        assert_close(actual, expected.to(actual.dtype))
+    assert torch.equal(
+        scaled_linear.scaled_linear(x.unflatten(0, (1, -1)), weight)[0], scaled_linear.scaled_linear(x, weight)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grouped_linear_with_scales(dtype: torch.dtype) -> None:
+    x, weight = randn(70, 150, dtype=dtype), scaled_weight(4, 90, 150, dtype=dtype)
+    sizes = torch.tensor([0, 65, 0, 5], device=DEVICE)
+    expected = reference.grouped_linear(x.float(), sizes, replace(weight, dtype=torch.float32))
+    assert_close(grouped_linear.grouped_linear(x, sizes, weight, torch.float32), expected)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])

@@ -44,7 +44,12 @@ class Launch:
 
 def _type_name(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        names = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+        names = {
+            torch.float32: "fp32",
+            torch.float16: "fp16",
+            torch.bfloat16: "bf16",
+            torch.float8_e4m3fn: "fp8e4nv",
+        }
         return "*" + (names.get(value.dtype) or f"i{8 * value.element_size()}")
     if isinstance(value, float):
         return "fp32"

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
@@ -20,6 +23,14 @@ def gguf() -> Path:
     (folder,) = spec.submodule_search_locations
     (path,) = Path(folder).glob("*.gguf")
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_cores() -> Iterator[None]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.timeout(1800)

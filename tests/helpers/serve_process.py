@@ -43,6 +43,15 @@ class ServeProcess:
         }
         self._process: subprocess.Popen[bytes] | None = None
 
+    @classmethod
+    def of_file(cls, path: Path) -> "ServeProcess":
+        """A Serve file as it is, but for the port."""
+        content = yaml.safe_load(path.read_text())
+        process = cls({})
+        content["http_options"]["port"] = process.port
+        process.content = content
+        return process
+
     def start(self) -> None:
         """Returns when the server has said that it is ready. Raises RuntimeError with its output if it never does."""
         path = self._folder / "serve.yaml"

@@ -5,10 +5,10 @@
  *
  * Positions are cut into chunks of CHUNK, counted from position 0. For each chunk a row computes
  *     m_c = max score,  l_c = sum of exp(score - m_c),  o_c = sum of exp(score - m_c) * value   (in order of position)
- * and the chunks' results are folded in order of position. Scores, exponentials and sums are float. Where the chunks lie
- * depends on absolute positions only, and a row never touches a position that it does not attend to; so its result is
- * the same bit for bit however many rows and sequences the call has, however a prompt was split over calls, and whether
- * the chunks of a long context were computed by one thread or by several (`split`).
+ * and the chunks' results are folded in order of position. Scores, exponentials and sums are float. Where the chunks
+ * lie depends on absolute positions only, and a row never touches a position that it does not attend to; so its result
+ * is the same bit for bit however many rows and sequences the call has, however a prompt was split over calls, and
+ * whether the chunks of a long context were computed by one thread or by several (`split`).
  *
  * Caches are [num_blocks, block_size, num_kv_heads, head_dim]. For the scores NB keys are turned into a packed block
  * (dot_tile.h), which makes them the columns of a small matrix product with lanes over keys.
@@ -17,6 +17,7 @@
 
 #include "attention_tile.h"
 #include "dot_tile.h"
+#include "layers.h"
 #include "value_sum.h"
 
 typedef struct {
@@ -80,8 +81,8 @@ static void score_chunk(const AttentionCall *call, const Item *item, int64_t hea
         pack_keys(call, item, head, first_key, scratch->keys);
         for (int64_t row = 0; row < item->tile.rows; row += MAX_ROWS) {
             int rows = (int)(item->tile.rows - row < MAX_ROWS ? item->tile.rows - row : MAX_ROWS);
-            dot_tile((const char *)scratch->query + row * row_bytes, (size_t)D, rows, scratch->keys, (int)D, call->is_float,
-                     scratch->scores + row * CHUNK + first_key, CHUNK);
+            dot_tile((const char *)scratch->query + row * row_bytes, (size_t)D, rows, scratch->keys, (int)D,
+                     call->is_float, scratch->scores + row * CHUNK + first_key, CHUNK);
         }
     }
 }
@@ -116,9 +117,14 @@ static void exponentiate_row(const AttentionCall *call, const Item *item, Scratc
  * `next` may be NULL. */
 static void sum_values(const AttentionCall *call, const Item *item, const Item *next, int64_t head, Scratch *scratch) {
     int64_t head_offset = head * call->head_dim * element_size(call);
-    ValueSum sum = {.cache = call->value_cache + head_offset, .offsets = item->offsets,
-                    .weights = scratch->scores, .weight_stride = CHUNK, .out = scratch->chunk.out, .head_dim = call->head_dim,
-                    .padded_dim = call->padded_dim, .is_float = call->is_float};
+    ValueSum sum = {.cache = call->value_cache + head_offset,
+                    .offsets = item->offsets,
+                    .weights = scratch->scores,
+                    .weight_stride = CHUNK,
+                    .out = scratch->chunk.out,
+                    .head_dim = call->head_dim,
+                    .padded_dim = call->padded_dim,
+                    .is_float = call->is_float};
     if (next && item->count) {
         sum.next_keys = call->key_cache + head_offset, sum.next_values = call->value_cache + head_offset;
         sum.next_offsets = next->offsets, sum.next_count = next->count;
@@ -133,10 +139,12 @@ static void sum_values(const AttentionCall *call, const Item *item, const Item *
             if (item->high[r] < high) high = item->high[r];
         }
         if (low > high) low = high = 0;
-        for (int64_t r = row; r < end; r++) sum_block(&sum, 1, r, item->low[r], item->high[r] < low ? item->high[r] : low);
+        for (int64_t r = row; r < end; r++)
+            sum_block(&sum, 1, r, item->low[r], item->high[r] < low ? item->high[r] : low);
         sum_block(&sum, end - row, row, low, high);
         if (high > sum.next_begin) sum.next_begin = high; /* the rows that follow read the same positions */
-        for (int64_t r = row; r < end; r++) sum_block(&sum, 1, r, item->low[r] > high ? item->low[r] : high, item->high[r]);
+        for (int64_t r = row; r < end; r++)
+            sum_block(&sum, 1, r, item->low[r] > high ? item->low[r] : high, item->high[r]);
     }
 }
 
@@ -174,7 +182,8 @@ static void write_rows(const AttentionCall *call, const Tile *tile, int64_t head
 }
 
 /* One head of a chunk, into scratch->chunk */
-static void attend_chunk(const AttentionCall *call, const Item *item, const Item *next, int64_t head, Scratch *scratch) {
+static void attend_chunk(const AttentionCall *call, const Item *item, const Item *next, int64_t head,
+                         Scratch *scratch) {
     gather_query(call, &item->tile, head, scratch);
     score_chunk(call, item, head, scratch);
     for (int64_t r = 0; r < item->tile.rows; r++) exponentiate_row(call, item, scratch, r);
@@ -198,7 +207,8 @@ static void attend_item(const AttentionCall *call, const Item *item, const Item 
 }
 
 static size_t scratch_bytes(const AttentionCall *call) {
-    int64_t floats = (TILE_ROWS + NB) * call->padded_dim + TILE_ROWS * CHUNK + (1 + call->heads_per_task) * partial_floats(call);
+    int64_t floats =
+        (TILE_ROWS + NB) * call->padded_dim + TILE_ROWS * CHUNK + (1 + call->heads_per_task) * partial_floats(call);
     return (sizeof(Scratch) + (size_t)floats * sizeof(float) + 127) / 64 * 64;
 }
 
@@ -271,22 +281,36 @@ static int run(AttentionCall *call, int64_t num_threads, int64_t max_context) {
 
 /* query may have gaps between tokens, not between heads; bf16 needs an even head_dim; rows past the last sequence are
  * set to 0, and so are rows that see nothing. Returns non-zero if scratch memory could not be had. */
-int paged_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, int64_t num_query_heads, int64_t num_kv_heads,
-                    int64_t head_dim, int64_t block_size, int64_t window, int is_float, float scale, const void *query,
-                    int64_t query_stride, const void *key_cache, const void *value_cache, const int32_t *cu_seqlens_q,
-                    const int32_t *context_lens, const int32_t *block_tables, int64_t table_stride, void *out) {
-    AttentionCall call = {.num_seqs = num_seqs, .num_query_heads = num_query_heads, .num_kv_heads = num_kv_heads,
-                          .head_dim = head_dim, .padded_dim = (head_dim + VL - 1) / VL * VL, .block_size = block_size,
-                          .group = num_query_heads / num_kv_heads, .window = window, .scale = scale, .is_float = is_float,
-                          .query = query, .query_stride = query_stride, .key_cache = key_cache, .value_cache = value_cache,
-                          .cu_seqlens_q = cu_seqlens_q, .context_lens = context_lens, .block_tables = block_tables,
-                          .table_stride = table_stride, .out = out};
+int paged_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, int64_t num_query_heads,
+                    int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int is_float,
+                    float scale, const void *query, int64_t query_stride, const void *key_cache,
+                    const void *value_cache, const int32_t *cu_seqlens_q, const int32_t *context_lens,
+                    const int32_t *block_tables, int64_t table_stride, void *out) {
+    AttentionCall call = {.num_seqs = num_seqs,
+                          .num_query_heads = num_query_heads,
+                          .num_kv_heads = num_kv_heads,
+                          .head_dim = head_dim,
+                          .padded_dim = (head_dim + VL - 1) / VL * VL,
+                          .block_size = block_size,
+                          .group = num_query_heads / num_kv_heads,
+                          .window = window,
+                          .scale = scale,
+                          .is_float = is_float,
+                          .query = query,
+                          .query_stride = query_stride,
+                          .key_cache = key_cache,
+                          .value_cache = value_cache,
+                          .cu_seqlens_q = cu_seqlens_q,
+                          .context_lens = context_lens,
+                          .block_tables = block_tables,
+                          .table_stride = table_stride,
+                          .out = out};
     int64_t max_rows = 0, max_context = 0, work = 0, width = num_query_heads * head_dim * (is_float ? 4 : 2);
     for (int64_t s = 0; s < num_seqs; s++) {
         int64_t rows = (cu_seqlens_q[s + 1] - cu_seqlens_q[s]) * call.group;
         if (rows > max_rows) max_rows = rows;
         if (context_lens[s] > max_context) max_context = context_lens[s];
-        work += context_lens[s] * num_kv_heads * head_dim * (rows + 8); /* 8: reading a key costs as much as that many rows */
+        work += context_lens[s] * num_kv_heads * head_dim * (rows + 8); /* to read a key costs as much as 8 rows */
     }
     int64_t covered = num_seqs ? cu_seqlens_q[num_seqs] : 0;
     memset((char *)out + covered * width, 0, (size_t)((num_tokens - covered) * width));
@@ -295,19 +319,15 @@ int paged_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, i
     return max_rows ? run(&call, num_threads, max_context) : 0;
 }
 
-int prepare_qkv(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
-                int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *qkv, int64_t qkv_stride,
-                const void *query_norm, const void *key_norm, float eps, const float *cos_sin, int64_t max_position,
-                void *key_cache, void *value_cache, int64_t num_slots, const int64_t *slots);
-
-/* prepare_qkv (layers.c), then paged_attention: one call a layer instead of four. Returns what prepare_qkv does, or 3 if
- * scratch memory could not be had. */
-int qkv_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, int64_t num_query_heads, int64_t num_kv_heads,
-                  int64_t head_dim, int64_t rotary_dim, int64_t block_size, int64_t num_blocks, int64_t window, int is_float,
-                  int interleaved, float scale, float eps, const int64_t *positions, void *qkv, int64_t qkv_stride,
-                  const void *query_norm, const void *key_norm, const float *cos_sin, int64_t max_position, void *key_cache,
-                  void *value_cache, const int64_t *slots, const int32_t *cu_seqlens_q, const int32_t *context_lens,
-                  const int32_t *block_tables, int64_t table_stride, void *out) {
+/* prepare_qkv (layers.c), then paged_attention: one call a layer instead of four. Returns what prepare_qkv does, or 3
+ * if scratch memory could not be had. */
+int qkv_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, int64_t num_query_heads,
+                  int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim, int64_t block_size, int64_t num_blocks,
+                  int64_t window, int is_float, int interleaved, float scale, float eps, const int64_t *positions,
+                  void *qkv, int64_t qkv_stride, const void *query_norm, const void *key_norm, const float *cos_sin,
+                  int64_t max_position, void *key_cache, void *value_cache, const int64_t *slots,
+                  const int32_t *cu_seqlens_q, const int32_t *context_lens, const int32_t *block_tables,
+                  int64_t table_stride, void *out) {
     int refused = prepare_qkv(num_threads, num_tokens, num_query_heads, num_kv_heads, head_dim, rotary_dim, is_float,
                               interleaved, positions, qkv, qkv_stride, query_norm, key_norm, eps, cos_sin, max_position,
                               key_cache, value_cache, num_blocks * block_size, slots);

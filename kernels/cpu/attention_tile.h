@@ -18,7 +18,7 @@ typedef struct {
     const int32_t *cu_seqlens_q, *context_lens, *block_tables;
     int64_t table_stride;
     void *out; /* [num_tokens, num_query_heads, head_dim] */
-    /* How the work is cut: a task is a tile of rows, for heads_per_task KV heads, and with a split for one chunk only */
+    /* A task is a tile of rows for heads_per_task KV heads, and with a split for one chunk only. */
     int64_t num_tiles, heads_per_task, num_splits;
     float *partials; /* with a split: what every task has computed */
     int failed;      /* a thread could not get its scratch memory */
@@ -37,8 +37,8 @@ typedef struct {
 typedef struct {
     Tile tile;
     int64_t chunk;
-    int count;              /* positions of the chunk up to the last that any row attends to */
-    int64_t offsets[CHUNK]; /* bytes from the start of a cache to the first head of a position */
+    int count;                           /* positions of the chunk up to the last that any row attends to */
+    int64_t offsets[CHUNK];              /* bytes from the start of a cache to the first head of a position */
     int low[TILE_ROWS], high[TILE_ROWS]; /* a row attends to positions low .. high - 1 of the chunk */
 } Item;
 
@@ -63,7 +63,8 @@ static inline int find_tile(const AttentionCall *call, int64_t task, Tile *tile)
     tile->block_table = call->block_tables + seq * call->table_stride;
     int64_t first = row_position(call, tile, 0) + 1 - call->window, last = row_position(call, tile, tile->rows - 1);
     tile->begin = call->window && first > 0 ? first / CHUNK : 0;
-    tile->end = last < 0 ? tile->begin + 1 : last / CHUNK + 1; /* at least one, so that rows seeing nothing are written */
+    /* At least one, so that rows seeing nothing are written */
+    tile->end = last < 0 ? tile->begin + 1 : last / CHUNK + 1;
     if (call->num_splits > 1) {
         int64_t chunk = task % call->num_splits;
         if (chunk < tile->begin || chunk >= tile->end) return 0;
@@ -93,7 +94,7 @@ static inline void locate_chunk(const AttentionCall *call, Item *item) {
     for (int j = item->count; j % VL; j++) item->offsets[j] = item->offsets[j - 1];
 }
 
-/* The chunk after `previous` (NULL: none yet): of the same tile, or the first of the next task. Returns 0 at the end. */
+/* The chunk after `previous` (NULL: none yet), of the same tile or the next task's. Returns 0 at the end. */
 static inline int next_item(AttentionCall *call, const Item *previous, Item *item) {
     if (previous && previous->chunk + 1 < previous->tile.end) {
         item->tile = previous->tile;
@@ -111,7 +112,8 @@ static inline int next_item(AttentionCall *call, const Item *previous, Item *ite
 }
 
 /* The element of query and out at which row `row` of the tile starts, for a distance `stride` between tokens */
-static inline int64_t row_offset(const AttentionCall *call, const Tile *tile, int64_t head, int64_t row, int64_t stride) {
+static inline int64_t row_offset(const AttentionCall *call, const Tile *tile, int64_t head, int64_t row,
+                                 int64_t stride) {
     int64_t flat = tile->first_row + row;
     int64_t query_head = (tile->first_head + head) * call->group + flat % call->group;
     return (tile->first_token + flat / call->group) * stride + query_head * call->head_dim;

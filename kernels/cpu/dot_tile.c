@@ -17,7 +17,8 @@ ALWAYS_INLINE void dot_float(int rows, vf (*acc)[NV], const float *x, size_t str
     }
 }
 
-ALWAYS_INLINE void dot_bf16(int rows, vf (*acc)[NV], const bf16_row_t *x, size_t stride, const bf16 *columns, int pairs) {
+ALWAYS_INLINE void dot_bf16(int rows, vf (*acc)[NV], const bf16_row_t *x, size_t stride, const bf16 *columns,
+                            int pairs) {
     for (int m = 0; m < rows; m++)
         for (int v = 0; v < NV; v++) acc[m][v] = (vf){0};
     for (int k = 0; k < pairs; k++) {
@@ -50,7 +51,8 @@ ALWAYS_INLINE void dot_bf16(int rows, vf (*acc)[NV], const bf16_row_t *x, size_t
     }
 }
 
-ALWAYS_INLINE void dot_rows(const void *x, size_t stride, int rows, const void *columns, int K, int is_float, float *out, size_t out_stride) {
+ALWAYS_INLINE void dot_rows(const void *x, size_t stride, int rows, const void *columns, int K, int is_float,
+                            float *out, size_t out_stride) {
     vf acc[MAX_ROWS][NV];
     if (is_float)
         dot_float(rows, acc, x, stride, columns, K);
@@ -60,22 +62,24 @@ ALWAYS_INLINE void dot_rows(const void *x, size_t stride, int rows, const void *
         for (int v = 0; v < NV; v++) v_store(out + m * out_stride + v * VL, acc[m][v]);
 }
 
-#define CASE(R)                                                              \
-    case R:                                                                  \
-        if (is_float)                                                        \
-            dot_rows(x, stride, R, columns, K, 1, out, out_stride);          \
-        else                                                                 \
-            dot_rows(x, stride, R, columns, K, 0, out, out_stride);          \
+#define CASE(R)                                                     \
+    case R:                                                         \
+        if (is_float)                                               \
+            dot_rows(x, stride, R, columns, K, 1, out, out_stride); \
+        else                                                        \
+            dot_rows(x, stride, R, columns, K, 0, out, out_stride); \
         break;
 
-void dot_tile(const void *x, size_t stride, int rows, const void *columns, int K, int is_float, float *out, size_t out_stride) {
+void dot_tile(const void *x, size_t stride, int rows, const void *columns, int K, int is_float, float *out,
+              size_t out_stride) {
     switch (rows) {
         CASE(1)
 #if MAX_ROWS >= 3
-        CASE(2) CASE(3)
+        CASE(2)
+        CASE(3)
 #endif
 #if MAX_ROWS >= 12
-        CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+            CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
     }
 }

@@ -6,8 +6,8 @@
  * accumulator. Nothing about the chain depends on the number of rows of the tile, which is what makes the result of a
  * row independent of the other rows. The tile's rows times its vectors are independent chains and hide their latency.
  *
- * bf16 products are exact in fp32. With AVX-512-BF16 a lane adds its two products of a pair in one instruction; without,
- * rows come as floats (`bf16_row_t`) and the pair is two fused multiply-adds.
+ * bf16 products are exact in fp32. With AVX-512-BF16 a lane adds its two products of a pair in one instruction;
+ * without, rows come as floats (`bf16_row_t`) and the pair is two fused multiply-adds.
  */
 #pragma once
 #include "simd.h"
@@ -35,4 +35,5 @@ typedef float bf16_row_t;
 /* out[m][column] = sum over k < K of x[m][k] * columns[k][column], for 1 <= rows <= MAX_ROWS and NB columns.
  *
  * x: rows of float, or of bf16_row_t padded to an even number of elements that read as 0; strides in elements. */
-void dot_tile(const void *x, size_t stride, int rows, const void *columns, int K, int is_float, float *out, size_t out_stride);
+void dot_tile(const void *x, size_t stride, int rows, const void *columns, int K, int is_float, float *out,
+              size_t out_stride);

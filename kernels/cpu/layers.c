@@ -1,7 +1,10 @@
 /* The layers between the matrix products, each one pass over its rows: RMSNorm, SiLU-gated product, rotary embedding,
- * storing keys and values, all that is done to queries and keys at once, and the embedding lookup in packed weights. Values are bf16 or float (`is_float`), arithmetic
- * is float, every result is rounded once. A row's result is a function of that row only.
+ * storing keys and values, all that is done to queries and keys at once, and the embedding lookup in packed weights.
+ * Values are bf16 or float (`is_float`), arithmetic is float, every result is rounded once. A row's result is a
+ * function of that row only.
  */
+#include "layers.h"
+
 #include <math.h>
 
 #include "dot_tile.h"
@@ -39,11 +42,11 @@ static void launch_rows(int64_t num_threads, RowsCall *call) {
     run_on_threads(num_threads, run_rows, call);
 }
 
-/* ---- RMSNorm: out = x / sqrt(mean(x^2) + eps) * weight; with a residual, x + residual takes the place of x ---- */
+/* RMSNorm: out = x / sqrt(mean(x^2) + eps) * weight; with a residual, x + residual takes the place of x. */
 
 /* out[out_at + i] = x[at + i] * scale * weight[i], x and out being one array or two */
-ALWAYS_INLINE void scale_row(const void *x, int64_t at, void *out, int64_t out_at, const void *weight, int64_t H, float squares,
-                             float eps, int is_float) {
+ALWAYS_INLINE void scale_row(const void *x, int64_t at, void *out, int64_t out_at, const void *weight, int64_t H,
+                             float squares, float eps, int is_float) {
     vf scale = v_set1(1.0f / sqrtf(squares / (float)H + eps));
     for (int64_t i = 0; i < H; i += VL) {
         int lanes = lanes_left(i, H);
@@ -77,13 +80,21 @@ static void add_norm_row_bf16(const RowsCall *call, int64_t row) { norm_row(call
 /* residual [T, H] may be NULL; otherwise it is replaced by x + residual. */
 void rms_norm(int64_t num_threads, int64_t T, int64_t H, int is_float, const void *x, int64_t x_stride, void *residual,
               const void *weight, void *out, float eps) {
-    RowKernel kernel = residual ? (is_float ? add_norm_row_float : add_norm_row_bf16) : (is_float ? norm_row_float : norm_row_bf16);
-    RowsCall call = {.kernel = kernel, .num_rows = T, .width = H, .x = x, .x_stride = x_stride, .residual = residual,
-                     .weight = weight, .out = out, .eps = eps};
+    RowKernel kernel =
+        residual ? (is_float ? add_norm_row_float : add_norm_row_bf16) : (is_float ? norm_row_float : norm_row_bf16);
+    RowsCall call = {.kernel = kernel,
+                     .num_rows = T,
+                     .width = H,
+                     .x = x,
+                     .x_stride = x_stride,
+                     .residual = residual,
+                     .weight = weight,
+                     .out = out,
+                     .eps = eps};
     launch_rows(num_threads, &call);
 }
 
-/* ---- out = silu(gate) * up, gate and up being the halves of a row ---- */
+/* out = silu(gate) * up, gate and up being the halves of a row. */
 
 ALWAYS_INLINE void silu_row(const RowsCall *call, int64_t row, int is_float) {
     int64_t I = call->width, at = row * call->x_stride;
@@ -97,13 +108,19 @@ ALWAYS_INLINE void silu_row(const RowsCall *call, int64_t row, int is_float) {
 static void silu_row_float(const RowsCall *call, int64_t row) { silu_row(call, row, 1); }
 static void silu_row_bf16(const RowsCall *call, int64_t row) { silu_row(call, row, 0); }
 
-void silu_and_mul(int64_t num_threads, int64_t T, int64_t I, int is_float, const void *gate_up, int64_t row_stride, void *out) {
-    RowsCall call = {.kernel = is_float ? silu_row_float : silu_row_bf16, .num_rows = T, .width = I, .x = gate_up,
-                     .x_stride = row_stride, .out = out};
+void silu_and_mul(int64_t num_threads, int64_t T, int64_t I, int is_float, const void *gate_up, int64_t row_stride,
+                  void *out) {
+    RowsCall call = {.kernel = is_float ? silu_row_float : silu_row_bf16,
+                     .num_rows = T,
+                     .width = I,
+                     .x = gate_up,
+                     .x_stride = row_stride,
+                     .out = out};
     launch_rows(num_threads, &call);
 }
 
-/* ---- Queries and keys: norm of every head, rotary embedding, both in place, and keys and values into their slots ---- */
+/* ---- Queries and keys: norm of every head, rotary embedding, both in place, and keys and values into their slots ----
+ */
 
 typedef struct {
     TaskQueue queue; /* a task: ROWS_PER_TASK tokens */
@@ -111,8 +128,8 @@ typedef struct {
     int is_float, interleaved;
     const int64_t *positions;
     void *query, *key;
-    int64_t query_stride, key_stride; /* elements from token to token; heads of a token are contiguous */
-    const float *cos_sin;             /* [max_position, rotary_dim]: cosines, then sines */
+    int64_t query_stride, key_stride;  /* elements from token to token; heads of a token are contiguous */
+    const float *cos_sin;              /* [max_position, rotary_dim]: cosines, then sines */
     const void *query_norm, *key_norm; /* [head_dim], or NULL */
     float eps;
     const void *value; /* strided like the key; NULL if nothing is stored */
@@ -120,7 +137,8 @@ typedef struct {
     const int64_t *slots;
 } TokensCall;
 
-ALWAYS_INLINE void rotate_head(void *head, int64_t at, const float *cosine, const float *sine, int64_t half, int is_float, int interleaved) {
+ALWAYS_INLINE void rotate_head(void *head, int64_t at, const float *cosine, const float *sine, int64_t half,
+                               int is_float, int interleaved) {
     if (interleaved) { /* pairs (2i, 2i + 1) */
         for (int64_t i = 0; i < half; i++) {
             float *f = (float *)head + at + 2 * i;
@@ -153,8 +171,8 @@ ALWAYS_INLINE void norm_head(void *head, int64_t at, const void *weight, int64_t
     scale_row(head, at, head, at, weight, D, v_sum(squares), eps, is_float);
 }
 
-ALWAYS_INLINE void prepare_heads(const TokensCall *call, int64_t token, void *heads, int64_t at, int64_t num_heads, const void *norm,
-                                 int is_float, int interleaved) {
+ALWAYS_INLINE void prepare_heads(const TokensCall *call, int64_t token, void *heads, int64_t at, int64_t num_heads,
+                                 const void *norm, int is_float, int interleaved) {
     int64_t half = call->rotary_dim / 2;
     const float *cosine = call->cos_sin + call->positions[token] * call->rotary_dim, *sine = cosine + half;
     for (int64_t h = 0; h < num_heads; h++, at += call->head_dim) {
@@ -206,38 +224,60 @@ static int all_below(const int64_t *values, int64_t count, int64_t low, int64_t 
 int rotary_embedding(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
                      int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *query,
                      int64_t query_stride, void *key, int64_t key_stride, const float *cos_sin, int64_t max_position) {
-    TokensCall call = {.num_tokens = T, .num_query_heads = num_query_heads, .num_key_heads = num_key_heads,
-                       .head_dim = head_dim, .rotary_dim = rotary_dim, .is_float = is_float, .interleaved = interleaved,
-                       .positions = positions, .query = query, .key = key, .query_stride = query_stride,
-                       .key_stride = key_stride, .cos_sin = cos_sin};
+    TokensCall call = {.num_tokens = T,
+                       .num_query_heads = num_query_heads,
+                       .num_key_heads = num_key_heads,
+                       .head_dim = head_dim,
+                       .rotary_dim = rotary_dim,
+                       .is_float = is_float,
+                       .interleaved = interleaved,
+                       .positions = positions,
+                       .query = query,
+                       .key = key,
+                       .query_stride = query_stride,
+                       .key_stride = key_stride,
+                       .cos_sin = cos_sin};
     if (!all_below(positions, T, 0, max_position)) return 1;
     launch_tokens(num_threads, &call);
     return 0;
 }
 
-/* A token's qkv is [query heads, key heads, value heads] of head_dim; the norms may be NULL; a negative slot is not stored.
- * Returns 1 at a position outside the table and 2 at a slot outside the pools, with nothing done. */
 int prepare_qkv(int64_t num_threads, int64_t T, int64_t num_query_heads, int64_t num_key_heads, int64_t head_dim,
-                int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *qkv, int64_t qkv_stride,
-                const void *query_norm, const void *key_norm, float eps, const float *cos_sin, int64_t max_position,
-                void *key_cache, void *value_cache, int64_t num_slots, const int64_t *slots) {
+                int64_t rotary_dim, int is_float, int interleaved, const int64_t *positions, void *qkv,
+                int64_t qkv_stride, const void *query_norm, const void *key_norm, float eps, const float *cos_sin,
+                int64_t max_position, void *key_cache, void *value_cache, int64_t num_slots, const int64_t *slots) {
     int64_t size = is_float ? sizeof(float) : sizeof(bf16);
     char *key = (char *)qkv + num_query_heads * head_dim * size, *value = key + num_key_heads * head_dim * size;
-    TokensCall call = {.num_tokens = T, .num_query_heads = num_query_heads, .num_key_heads = num_key_heads,
-                       .head_dim = head_dim, .rotary_dim = rotary_dim, .is_float = is_float, .interleaved = interleaved,
-                       .positions = positions, .query = qkv, .key = key, .query_stride = qkv_stride,
-                       .key_stride = qkv_stride, .cos_sin = cos_sin, .query_norm = query_norm, .key_norm = key_norm,
-                       .eps = eps, .value = value, .key_cache = key_cache, .value_cache = value_cache, .slots = slots};
+    TokensCall call = {.num_tokens = T,
+                       .num_query_heads = num_query_heads,
+                       .num_key_heads = num_key_heads,
+                       .head_dim = head_dim,
+                       .rotary_dim = rotary_dim,
+                       .is_float = is_float,
+                       .interleaved = interleaved,
+                       .positions = positions,
+                       .query = qkv,
+                       .key = key,
+                       .query_stride = qkv_stride,
+                       .key_stride = qkv_stride,
+                       .cos_sin = cos_sin,
+                       .query_norm = query_norm,
+                       .key_norm = key_norm,
+                       .eps = eps,
+                       .value = value,
+                       .key_cache = key_cache,
+                       .value_cache = value_cache,
+                       .slots = slots};
     if (!all_below(positions, T, 0, max_position)) return 1;
     if (!all_below(slots, T, INT64_MIN, num_slots)) return 2;
     launch_tokens(num_threads, &call);
     return 0;
 }
 
-/* Copies token t's key and value, key_bytes and value_bytes long, to slot slots[t] of the pools; a negative slot is skipped.
- * Returns non-zero at a slot past the end, with nothing written there. */
-int store_kv(int64_t T, int64_t num_slots, int64_t key_bytes, int64_t value_bytes, const char *key, int64_t key_stride, const char *value,
-              int64_t value_stride, char *key_cache, char *value_cache, const int64_t *slots) {
+/* Copies token t's key and value, key_bytes and value_bytes long, to slot slots[t] of the pools; a negative slot is
+ * skipped. Returns non-zero at a slot past the end, with nothing written there. */
+int store_kv(int64_t T, int64_t num_slots, int64_t key_bytes, int64_t value_bytes, const char *key, int64_t key_stride,
+             const char *value, int64_t value_stride, char *key_cache, char *value_cache, const int64_t *slots) {
     for (int64_t t = 0; t < T; t++) {
         if (slots[t] < 0) continue;
         if (slots[t] >= num_slots) return 1;

@@ -45,7 +45,8 @@ static void write_tile(const LinearCall *call, int rows, const float *tile, int6
 }
 
 /* Writes silu(gate) * up, rounding both first as if they had been written out. */
-static void write_gated_tile(const LinearCall *call, int rows, const float *gate, const float *up, int64_t row, int64_t column) {
+static void write_gated_tile(const LinearCall *call, int rows, const float *gate, const float *up, int64_t row,
+                             int64_t column) {
     for (int m = 0; m < rows; m++) {
         for (int i = 0; i < NB; i += VL) {
             vf g = v_load(gate + m * NB + i), u = v_load(up + m * NB + i);
@@ -115,7 +116,8 @@ static bf16_row_t *convert_rows(const bf16 *x, int64_t M, int64_t K, int64_t row
     for (int64_t m = 0; m < M; m++) {
         const bf16 *source = x + m * row_stride;
         bf16_row_t *row = rows + m * padded;
-        for (int64_t k = 0; k < K; k++) row[k] = BF16_ROWS_AS_FLOAT ? (bf16_row_t)bf16_to_float(source[k]) : (bf16_row_t)source[k];
+        for (int64_t k = 0; k < K; k++)
+            row[k] = BF16_ROWS_AS_FLOAT ? (bf16_row_t)bf16_to_float(source[k]) : (bf16_row_t)source[k];
         if (padded > K) row[K] = 0;
     }
     return rows;
@@ -124,8 +126,18 @@ static bf16_row_t *convert_rows(const bf16 *x, int64_t M, int64_t K, int64_t row
 /* A weight [2N, K] and no bias if gated, N being a multiple of NB. */
 int linear_float(int64_t num_threads, int64_t M, int64_t N, int64_t K, const float *x, int64_t row_stride,
                  const float *weight, const float *bias, void *out, int out_is_float, int gated) {
-    LinearCall call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .bias = bias,
-                       .out = out, .out_stride = N, .out_is_float = out_is_float, .weight_is_float = 1, .gated = gated};
+    LinearCall call = {.M = M,
+                       .N = N,
+                       .K = K,
+                       .x = x,
+                       .row_stride = row_stride,
+                       .weight = weight,
+                       .bias = bias,
+                       .out = out,
+                       .out_stride = N,
+                       .out_is_float = out_is_float,
+                       .weight_is_float = 1,
+                       .gated = gated};
     run(&call, num_threads);
     return 0;
 }
@@ -133,8 +145,18 @@ int linear_float(int64_t num_threads, int64_t M, int64_t N, int64_t K, const flo
 /* The same in bf16. Returns non-zero if memory for converted rows could not be had. */
 int linear_bf16(int64_t num_threads, int64_t M, int64_t N, int64_t K, const bf16 *x, int64_t row_stride,
                 const bf16 *weight, const bf16 *bias, void *out, int out_is_float, int gated) {
-    LinearCall call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .bias = bias,
-                       .out = out, .out_stride = N, .out_is_float = out_is_float, .weight_is_float = 0, .gated = gated};
+    LinearCall call = {.M = M,
+                       .N = N,
+                       .K = K,
+                       .x = x,
+                       .row_stride = row_stride,
+                       .weight = weight,
+                       .bias = bias,
+                       .out = out,
+                       .out_stride = N,
+                       .out_is_float = out_is_float,
+                       .weight_is_float = 0,
+                       .gated = gated};
     if (BF16_ROWS_AS_FLOAT || K % 2) {
         bf16_row_t *rows = convert_rows(x, M, K, row_stride);
         if (!rows) return 1;
@@ -182,14 +204,25 @@ static void compute_group_tasks(void *context) {
 
 /* x [M, K], groups [num_groups][3], weight: the packed matrices one after the other, out [M, N]. Returns non-zero if
  * memory for converted rows could not be had. */
-int grouped_linear(int64_t num_threads, int64_t num_groups, const int64_t *groups, int64_t row_step, int64_t M, int64_t N,
-                   int64_t K, int is_float, const void *x, int64_t row_stride, const void *weight, void *out, int out_is_float) {
-    GroupedCall grouped = {.call = {.M = M, .N = N, .K = K, .x = x, .row_stride = row_stride, .weight = weight, .out = out,
-                                    .out_stride = N, .out_is_float = out_is_float, .weight_is_float = is_float},
-                           .groups = (const Group *)groups, .row_step = row_step};
+int grouped_linear(int64_t num_threads, int64_t num_groups, const int64_t *groups, int64_t row_step, int64_t M,
+                   int64_t N, int64_t K, int is_float, const void *x, int64_t row_stride, const void *weight, void *out,
+                   int out_is_float) {
+    GroupedCall grouped = {.call = {.M = M,
+                                    .N = N,
+                                    .K = K,
+                                    .x = x,
+                                    .row_stride = row_stride,
+                                    .weight = weight,
+                                    .out = out,
+                                    .out_stride = N,
+                                    .out_is_float = out_is_float,
+                                    .weight_is_float = is_float},
+                           .groups = (const Group *)groups,
+                           .row_step = row_step};
     LinearCall *call = &grouped.call;
     int64_t num_blocks = (N + NB - 1) / NB, largest = 0;
-    grouped.matrix_bytes = num_blocks * NB * (is_float ? K * (int64_t)sizeof(float) : (K + 1) / 2 * 2 * (int64_t)sizeof(bf16));
+    grouped.matrix_bytes =
+        num_blocks * NB * (is_float ? K * (int64_t)sizeof(float) : (K + 1) / 2 * 2 * (int64_t)sizeof(bf16));
     for (int64_t g = 0; g < num_groups; g++)
         if (grouped.groups[g].num_rows > largest) largest = grouped.groups[g].num_rows;
     if (!largest) return 0;

@@ -224,7 +224,8 @@ ALWAYS_INLINE void v_transpose(vi *rows) {
 }
 
 /* exp(x) to about 1e-7 relative for -87 < x < 88; exactly 0 below, infinity above, NaN stays NaN.
- * x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor polynomial of degree 7 with the range's ends below half an ulp. */
+ * x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor polynomial of degree 7 with the range's ends below half an ulp.
+ */
 ALWAYS_INLINE vf v_exp(vf x) {
     const vf low = v_set1(-87.33654f), high = v_set1(88.72283f);
     const vf shifter = v_set1(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer kept in the low bits */

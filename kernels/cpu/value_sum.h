@@ -28,12 +28,13 @@ typedef struct {
     float *out; /* rows of padded_dim */
     int64_t head_dim, padded_dim;
     int is_float;
-    /* The rows of the same head that are wanted next: next_step of them are prefetched at each position from next_begin on */
+    /* The rows of the same head that are wanted next: next_step of them are prefetched at each position from next_begin
+     * on */
     const char *next_keys, *next_values;
     const int64_t *next_offsets;
     int next_begin, next_step, next_count;
 } ValueSum;
 
-/* out[row + m] += sum over low <= j < high of weights[row + m][j] * value j, for m < rows <= SUM_ROWS, in the order of j:
- * one chain of additions for each element of out, whatever `rows` is. */
+/* out[row + m] += sum over low <= j < high of weights[row + m][j] * value j, for m < rows <= SUM_ROWS, in the order of
+ * j: one chain of additions for each element of out, whatever `rows` is. */
 void sum_block(const ValueSum *sum, int64_t rows, int64_t row, int low, int high);

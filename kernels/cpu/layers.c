@@ -119,8 +119,7 @@ void silu_and_mul(int64_t num_threads, int64_t T, int64_t I, int is_float, const
     launch_rows(num_threads, &call);
 }
 
-/* ---- Queries and keys: norm of every head, rotary embedding, both in place, and keys and values into their slots ----
- */
+/* Queries and keys: norm of every head, rotary embedding, both in place; keys and values into their slots. */
 
 typedef struct {
     TaskQueue queue; /* a task: ROWS_PER_TASK tokens */

@@ -140,6 +140,14 @@ def test_fp8_is_expanded_where_the_device_has_none():
     assert DEVICES["h100"].reads_fp8
 
 
+def test_a_share_that_cuts_a_block_of_scales_is_expanded():
+    """18432 / 32 = 576 rows of the dense MLP begin in the middle of 128; so do 2048 / 32 = 64 of an expert."""
+    _, _, target = v3_share(32)
+    assert target.parts["dense MLP"].num_bytes == 2 * 3 * 3 * 18432 * 7168 // 32
+    assert target.parts["routed experts"].num_bytes == 2 * 58 * 256 * 3 * 2048 * 7168 // 32
+    assert target.parts["attention"].num_bytes < target.parts["attention"].expanded_bytes
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_weights_and_kv_are_those_that_are_loaded(architecture, tiny_checkpoint):
     folder = tiny_checkpoint(architecture)

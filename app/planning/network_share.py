@@ -11,6 +11,7 @@ from torch import nn
 from app.planning.checkpoint_shape import CheckpointShape
 from app.planning.expert_load import ExpertLoad
 from models import parallel
+from models.block_fp8 import begins_with_blocks
 from models.causal_lm import CausalLM
 from models.drafters.deepseek_mtp import MTPModule
 from models.kv_spec import LayerKVSpec
@@ -33,7 +34,6 @@ PARTS = {  # a part by a module's name within a parameter's; the first that is f
 }
 OTHER_PART = "norms and router"
 FP8_PARTS = ("attention", "dense MLP", "shared experts", ROUTED)  # their packed matrices; never the rest
-EXPANDED = "kv_b_proj"  # folded into queries and outputs, so never multiplied as it is stored
 SCALE_BYTES = 4  # one a block
 
 
@@ -156,9 +156,8 @@ def _count(network: nn.Module, shape: CheckpointShape, layout: Layout) -> tuple[
         assert isinstance(parameter, UnloadedParameter)
         part = next((part for module, part in PARTS.items() if module in name.split(".")), OTHER_PART)
         keeps_fp8 = shape.has_fp8_weights and layout.keeps_fp8 and parameter.packed and part in FP8_PARTS
-        num_bytes = parameter.nbytes
-        if keeps_fp8 and EXPANDED not in name:
-            block_size = shape.config.weight_block_size
+        num_bytes, block_size = parameter.nbytes, shape.config.weight_block_size
+        if keeps_fp8 and all(begins_with_blocks(shard, block_size) for shard in parameter.shards):
             num_blocks = math.prod(-(-n // b) for n, b in zip(parameter.shape[-2:], block_size, strict=True))
             num_bytes = parameter.numel() + SCALE_BYTES * num_blocks * math.prod(parameter.shape[:-2])
         parts[part] = parts.get(part, NOTHING) + WeightPart(num_bytes, parameter.numel(), parameter.nbytes)
@@ -180,9 +179,12 @@ def _check_experts(config: ModelConfig, layout: Layout) -> None:
 
 @contextmanager
 def _rank_of(num_ranks: int) -> Iterator[None]:
-    """Within it networks are built as one of so many ranks builds them; all ranks hold as much as the first."""
+    """Within it networks are built as the last of so many ranks builds them.
+
+    All hold as much, but where a share does not begin with a block of FP8 scales and is expanded: then the last does.
+    """
     assert parallel.tp_size() == 1
-    parallel.set_tensor_parallel_group(parallel.TensorParallelGroup(0, num_ranks))
+    parallel.set_tensor_parallel_group(parallel.TensorParallelGroup(num_ranks - 1, num_ranks))
     try:
         yield
     finally:

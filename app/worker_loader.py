@@ -157,6 +157,7 @@ def load_controller(
         cost(model, pool.layers[:num_layers], max(most_rows, 2)),
         draft_cost,
         proposer.states_acceptance,
+        proposer.first_pass_is_due,
     )
 
 

@@ -216,6 +216,17 @@ def test_drafts_go_where_they_are_kept():
     assert decision.predicted_rate > decision.plain_rate
 
 
+def test_a_pass_that_is_due_anyway_makes_the_first_draft_cheap():
+    """MTP keeps its KV whole in every step: not to draft would not save its first pass."""
+    acceptance, limits = np.full((1, 3), 0.5), np.array([3])
+    drafter = cost(lambda rows: 0.006)
+    told = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), drafter)
+    due = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), drafter, first_pass_is_due=True)
+    assert told.num_tokens.tolist() == [0]
+    assert due.num_tokens.tolist() == [1]
+    assert due.plain_rate == pytest.approx(1 / 0.016)
+
+
 def test_rows_of_a_prompt_chunk_make_drafts_dearer():
     """Eight rows are free on this machine while nothing else runs; beside a chunk every row costs."""
     acceptance, limits = np.full((1, 4), 0.08), np.array([4])

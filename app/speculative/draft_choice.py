@@ -24,6 +24,7 @@ def choose_draft_lengths(
     num_other_rows: int,  # rows of the step that sample nothing: prompt chunks
     pass_cost: CostModel,  # of the target
     draft_cost: CostModel | None,  # of one pass of the drafter over one row a sequence; None: drafts are free
+    first_pass_is_due: bool = False,  # the drafter's first pass is run in every step, with drafts or without
 ) -> Decision:
     """Maximises expected tokens / predicted seconds over all splits of drafts among the sequences.
 
@@ -36,6 +37,8 @@ def choose_draft_lengths(
     kept = np.cumprod(acceptance, axis=1)
     available = np.arange(depth) < limits[:, None]
     decode_seconds = float(pass_cost.seconds(num_seqs))
+    if draft_cost is not None and first_pass_is_due:
+        decode_seconds += float(draft_cost.seconds(num_seqs))
     plain_rate = num_seqs / decode_seconds
     best = Decision(np.zeros(num_seqs, dtype=np.int64), plain_rate, plain_rate)
     if not available.any():
@@ -45,7 +48,7 @@ def choose_draft_lengths(
     draft_seconds = 0.0
     for num_passes in depths:
         taken = available[:, :num_passes]
-        if draft_cost is not None:
+        if draft_cost is not None and not (first_pass_is_due and num_passes == 1):
             draft_seconds += float(draft_cost.seconds(int(taken[:, num_passes - 1].sum())))
         gains = kept[:, :num_passes][taken]
         order = np.argsort(-gains, kind="stable")

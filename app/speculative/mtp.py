@@ -243,5 +243,6 @@ def load(config: MTPConfig, target: TargetContext) -> LoadedProposer:
         lambda context: MTPProposer(modules, context),
         soft_drafts=True,
         drafter=_FirstModule(modules, target.model_config.hidden_size, target.dtype),
+        first_pass_is_due=True,
         num_lookahead_tokens=modules.num_modules,
     )

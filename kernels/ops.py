@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from kernels import reference
+from kernels import composed, reference
 from kernels.cpu import ops as cpu_ops
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import PackedWeight, Weight
@@ -103,6 +103,28 @@ def paged_attention(
     return _backend(query).paged_attention(query, key_cache, value_cache, metadata, scale, sliding_window)
 
 
+def qkv_attention(
+    positions: torch.Tensor,  # [T] int64
+    qkv: torch.Tensor,  # [T, (num_heads + 2 * num_kv_heads) * D]; queries and keys may be overwritten
+    cos_sin_cache: torch.Tensor,  # [max_position, rotary_dim] fp32: cosines, then sines
+    interleaved: bool,
+    query_norm: torch.Tensor | None,  # [D]: RMSNorm of every query head
+    key_norm: torch.Tensor | None,  # [D]
+    eps: float,
+    key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, D]
+    value_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, D]
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None = None,
+) -> torch.Tensor:  # [T, num_heads * D]
+    """Norms of the heads, rotary embedding, keys and values into their slots, attention."""
+    backend = _backend(qkv)
+    arguments = (positions, qkv, cos_sin_cache, interleaved, query_norm, key_norm, eps, key_cache, value_cache)
+    if backend is cpu_ops:
+        return cpu_ops.qkv_attention(*arguments, metadata, scale, sliding_window)
+    return composed.qkv_attention(backend, *arguments, metadata, scale, sliding_window)
+
+
 def store_latent(
     latent: torch.Tensor,  # [T, D]
     latent_cache: torch.Tensor,  # [num_blocks, block_size, D]
@@ -136,6 +158,19 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # [..., N]
     return _backend(x).linear(x, weight, bias, out_dtype)
+
+
+def linear_silu_and_mul(
+    x: torch.Tensor,  # [..., K]
+    weight: Weight,  # [2 * I, K], of x's dtype: gate, then up
+) -> torch.Tensor:  # [..., I]
+    """silu(x gate^T) * (x up^T)."""
+    backend = _backend(x)
+    return (
+        cpu_ops.linear_silu_and_mul(x, weight)
+        if backend is cpu_ops
+        else composed.linear_silu_and_mul(backend, x, weight)
+    )
 
 
 def grouped_linear(

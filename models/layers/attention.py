@@ -20,6 +20,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.scale = config.head_dim**-0.5
         self.sliding_window = config.sliding_windows[layer_index]
+        self.rms_norm_eps = config.rms_norm_eps
         self.rotary = rotary
         self.qkv_proj = QKVParallelLinear(
             config.hidden_size,
@@ -47,13 +48,19 @@ class Attention(nn.Module):
         kv_layer: tuple[torch.Tensor, ...],  # keys and values [num_blocks, block_size, num_kv_heads, head_dim]
         attention: AttentionMetadata,
     ) -> torch.Tensor:
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        qkv = self.qkv_proj(hidden_states).view(-1, num_heads + 2 * num_kv_heads, self.head_dim)
-        query, key, value = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = self.rotary(positions, query, key)
         key_cache, value_cache = kv_layer
-        ops.store_kv(key, value, key_cache, value_cache, attention.slot_mapping)
-        attended = ops.paged_attention(query, key_cache, value_cache, attention, self.scale, self.sliding_window)
-        return self.o_proj(attended.flatten(1))
+        attended = ops.qkv_attention(
+            positions,
+            self.qkv_proj(hidden_states),
+            self.rotary.cos_sin_cache,
+            self.rotary.interleaved,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            self.rms_norm_eps,
+            key_cache,
+            value_cache,
+            attention,
+            self.scale,
+            self.sliding_window,
+        )
+        return self.o_proj(attended)

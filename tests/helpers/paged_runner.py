@@ -10,15 +10,26 @@ from models.causal_lm import CausalLM
 class PagedRunner:
     """Sequences are named by integers; each takes blocks, in random order, as it grows."""
 
-    def __init__(self, model: CausalLM, num_blocks: int = 64, block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        seed: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.model = model
+        self.device = device
         self.block_size = block_size
         self.free_blocks = np.random.default_rng(seed).permutation(num_blocks).tolist()
         self.block_tables: dict[int, list[int]] = {}
         self.context_lens: dict[int, int] = {}
         self.kv_layers = [
             # What was never stored must never be read: it would spread as NaN.
-            tuple(torch.full((num_blocks, block_size, *shape), torch.nan, dtype=spec.dtype) for shape in spec.shapes)
+            tuple(
+                torch.full((num_blocks, block_size, *shape), torch.nan, dtype=spec.dtype, device=device)
+                for shape in spec.shapes
+            )
             for spec in model.kv_specs()
         ]
 
@@ -39,8 +50,8 @@ class PagedRunner:
             slots.append(np.array(blocks)[seq_positions // self.block_size] * self.block_size)
             slots[-1] += seq_positions % self.block_size
         hidden_states = self.model(
-            torch.tensor([token for tokens in new_tokens.values() for token in tokens]),
-            torch.from_numpy(np.concatenate(positions)),
+            torch.tensor([token for tokens in new_tokens.values() for token in tokens], device=self.device),
+            torch.from_numpy(np.concatenate(positions)).to(self.device),
             self.kv_layers,
             self._metadata(list(new_tokens), [len(tokens) for tokens in new_tokens.values()], np.concatenate(slots)),
         )
@@ -54,10 +65,10 @@ class PagedRunner:
         for row, seq in enumerate(seqs):
             block_tables[row, : len(self.block_tables[seq])] = torch.tensor(self.block_tables[seq])
         return AttentionMetadata(
-            cu_seqlens_q=torch.tensor([0, *np.cumsum(num_rows)], dtype=torch.int32),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32),
-            block_tables=block_tables,
-            slot_mapping=torch.from_numpy(slot_mapping),
+            cu_seqlens_q=torch.tensor([0, *np.cumsum(num_rows)], dtype=torch.int32, device=self.device),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32, device=self.device),
+            block_tables=block_tables.to(self.device),
+            slot_mapping=torch.from_numpy(slot_mapping).to(self.device),
             max_seqlen_q=max(num_rows),
             max_context_len=max(context_lens),
         )

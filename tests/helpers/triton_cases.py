@@ -5,6 +5,7 @@ The interpreter is chosen when a kernel is decorated, for a whole process, so th
 
 import mmap
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from kernels import (
+    cuda_ops,
     grouped_linear,
     latent_attention,
+    ops,
     reference,
     rms_norm,
     rotary_embedding,
@@ -26,7 +29,10 @@ from kernels import paged_attention as attention
 from kernels import store_latent as latent_store
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import BlockScaledWeight
+from models.loader import load_model
 from tests.helpers.attention_case import AttentionCase, make_case, ragged_metadata
+from tests.helpers.paged_runner import PagedRunner
+from tests.helpers.tiny_models import VOCAB_SIZE, make_tiny_checkpoint
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16]
@@ -338,3 +344,22 @@ def test_silu_and_mul(dtype: torch.dtype, width: int) -> None:
 def test_the_kernels_run_where_they_should() -> None:
     interpreted = isinstance(attention._attention_kernel, interpreter.InterpretedFunction)
     assert interpreted == (DEVICE == "cpu")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "deepseek_v3_no_q_lora"])
+def test_a_whole_model_on_these_kernels(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, a batch of a decode and a prompt long enough for the naive form, a verification."""
+    folder = make_tiny_checkpoint(tmp_path, architecture, with_tokenizer=False)
+    prompt = torch.arange(50).mul(37).remainder(VOCAB_SIZE).tolist()
+    steps = [{0: prompt[:5]}, {0: prompt[5:6], 1: prompt[:30]}, {1: prompt[30:34], 0: prompt[6:9]}]
+    logits = []
+    for backend in (reference, cuda_ops):
+        monkeypatch.setattr(ops, "select_backend", lambda device_type, dtype, backend=backend: backend)
+        if DEVICE == "cpu":
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        model = load_model(folder, torch.float32, torch.device(DEVICE), progress=False)
+        runner = PagedRunner(model, device=DEVICE)
+        logits.append([runner.step(step) for step in steps])
+    for expected, actual in zip(*logits, strict=True):
+        for seq, rows in expected.items():
+            torch.testing.assert_close(actual[seq], rows, atol=1e-4, rtol=1e-4)

@@ -22,7 +22,7 @@ class RayActorOptions(_Section):
     """What Ray reserves for each replica. It reserves, and does not limit: the model's threads are `num_threads`."""
 
     num_cpus: float | None = Field(default=None, ge=0, description="Default: num_threads, or 1.")
-    num_gpus: float | None = Field(default=None, ge=0, description="Default: a GPU a rank where the device is cuda.")
+    num_gpus: float | None = Field(default=None, ge=0, description="Default: one GPU where the device is cuda.")
     memory: int | None = Field(default=None, ge=1, description="Bytes.")
     resources: dict[str, float] | None = None
     accelerator_type: str | None = None

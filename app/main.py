@@ -56,7 +56,7 @@ def _actor_options(args: AppConfig) -> dict[str, Any]:
     options = args.deployment_config.ray_actor_options.model_dump(exclude_none=True)
     options.setdefault("num_cpus", args.num_threads or 1)
     if args.device == "cuda" or (args.device == "auto" and _cluster_has_gpus()):
-        options.setdefault("num_gpus", args.tensor_parallel_size)
+        options.setdefault("num_gpus", 1)  # more ranks are refused by the replica, which must be placed to say so
     return options
 
 

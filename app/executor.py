@@ -1,15 +1,22 @@
 """Where steps run."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from app.engine.plan import StepPlan, StepResult
 from app.worker import Worker
 
+PendingStep = Callable[[], StepResult]
+"""A plan on its way: waits for the step's result, or raises what the step raised. Taken once, oldest first."""
+
 
 class Executor(Protocol):
-    """Carries plans to every rank of the target and brings rank 0's result back."""
+    """Carries plans to every rank of the target, which carry them out in order, and brings rank 0's results back."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    max_in_flight: int  # plans that may be out before the oldest one's result is taken
+
+    def submit(self, plan: StepPlan) -> PendingStep: ...
 
     def stats(self) -> dict[str, float]:
         """What rank 0 knows beyond the results of steps: the controller's totals."""
@@ -19,13 +26,15 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """One rank, in this process."""
+    """One rank, in this process: a step runs when its result is taken."""
+
+    max_in_flight = 1
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        return self.worker.speculative_step(plan)
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return partial(self.worker.speculative_step, plan)
 
     def stats(self) -> dict[str, float]:
         return self.worker.stats()

@@ -151,7 +151,7 @@ class LLMEngine:
         if plan is None:
             return []
         scheduled = time.perf_counter()
-        result = self.executor.execute(plan)
+        result = self.executor.submit(plan)()
         executed = time.perf_counter()
         deltas = self.scheduler.update(plan, result)
         for delta in deltas:

@@ -96,7 +96,7 @@ async def test_a_failing_step_ends_every_stream_and_turns_health_red(engine):
     def broken(plan):
         raise RuntimeError("the device is gone")
 
-    engine.engine.executor.execute = broken
+    engine.engine.executor.submit = broken
     with pytest.raises(EngineDeadError, match="the device is gone"):
         await drain(stream)
     with pytest.raises(EngineDeadError):
@@ -107,16 +107,16 @@ async def test_a_failing_step_ends_every_stream_and_turns_health_red(engine):
 
 async def test_health_means_progress(engine):
     """G02: a step that hangs while work is pending is unhealthy, an idle engine is healthy."""
-    execute = engine.engine.executor.execute
+    submit = engine.engine.executor.submit
     await collect(engine, GenerationRequest("warm", PROMPT, GREEDY))
     await asyncio.sleep(0.7)
     engine.check_health()
 
     def slow(plan):
         time.sleep(1.0)
-        return execute(plan)
+        return submit(plan)
 
-    engine.engine.executor.execute = slow
+    engine.engine.executor.submit = slow
     task = asyncio.ensure_future(collect(engine, GenerationRequest("slow", PROMPT, replace(GREEDY, max_tokens=1))))
     await asyncio.sleep(0.8)
     with pytest.raises(EngineStalledError):

@@ -79,7 +79,7 @@ def _grouped_linear_kernel(
 
 def grouped_linear(
     x: torch.Tensor,  # [R, K], the rows of group 0 first
-    group_sizes: torch.Tensor,  # [G] int64, summing to R
+    group_sizes: torch.Tensor,  # [G] int64, summing to R or less
     weight: Weight,  # [G, N, K], of x's dtype; not packed
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # [R, N]

@@ -175,11 +175,11 @@ def linear_silu_and_mul(
 
 def grouped_linear(
     x: torch.Tensor,  # [R, K], the rows of group 0 first
-    group_sizes: torch.Tensor,  # [G] int64, summing to R
+    group_sizes: torch.Tensor,  # [G] int64, summing to R or less
     weight: Weight,  # [G, N, K], of x's dtype
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # [R, N]
-    """Every group's rows times its own weight; groups without rows cost nothing."""
+    """Every group's rows times its own weight; groups without rows cost nothing, and rows of no group stay undefined."""
     return _backend(x).grouped_linear(x, group_sizes, weight, out_dtype)
 
 

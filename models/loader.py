@@ -6,6 +6,7 @@ import math
 import platform
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -84,7 +85,8 @@ def load_weights(model: CausalLM, folder: Path, device: torch.device, progress: 
     harmless += [rf"model\.layers\.{config.num_hidden_layers + i}\..*" for i in range(config.num_nextn_predict_layers)]
     index = read_weight_index(folder)
     destinations = find_destinations(model)
-    fill(destinations, match_tensors(index, destinations, config, "|".join(harmless)), device, progress)
+    tensors = match_tensors(index, destinations, config, "|".join(harmless), names_elsewhere(model))
+    fill(destinations, tensors, device, progress)
     assert not any(isinstance(parameter, UnloadedParameter) for parameter in model.parameters())
 
 
@@ -190,17 +192,36 @@ def find_destinations(model: nn.Module, prefix: str = "") -> dict[str, Destinati
     return destinations
 
 
+def names_elsewhere(model: nn.Module, prefix: str = "") -> set[str]:
+    """By the checkpoint's name, which begins with `prefix`, the tensors that other ranks hold whole."""
+    return {
+        f"{prefix}{stored_name}.weight"
+        for module_name, module in model.named_modules()
+        if isinstance(module, GroupedLinear)
+        for stored_name in _names_of_groups(module_name, set(range(module.num_stored)) - set(module.groups))
+    }
+
+
 def _stored_names(module_name: str, module: nn.Module) -> list[str]:
     """The checkpoint's modules that one of ours is made of, in the order of its parameters' shards."""
-    path, dot, own_name = module_name.rpartition(".")
-    names = MERGED_MODULES.get(own_name, (own_name,))
     if isinstance(module, GroupedLinear):
-        return [f"{path}.{group}.{name}" for group in range(module.num_groups) for name in names]
-    return [f"{path}{dot}{name}" for name in names]
+        return _names_of_groups(module_name, module.groups)
+    path, dot, own_name = module_name.rpartition(".")
+    return [f"{path}{dot}{name}" for name in MERGED_MODULES.get(own_name, (own_name,))]
+
+
+def _names_of_groups(module_name: str, groups: Iterable[int]) -> list[str]:
+    path, _, own_name = module_name.rpartition(".")
+    names = MERGED_MODULES.get(own_name, (own_name,))
+    return [f"{path}.{group}.{name}" for group in groups for name in names]
 
 
 def match_tensors(
-    index: WeightIndex, destinations: dict[str, Destination], config: ModelConfig, harmless: str
+    index: WeightIndex,
+    destinations: dict[str, Destination],
+    config: ModelConfig,
+    harmless: str,
+    elsewhere: set[str],  # names that are other ranks' business
 ) -> dict[str, StoredTensor | BlockScaledTensor]:
     """The stored tensors that have a destination, in the order of the files.
 
@@ -209,7 +230,8 @@ def match_tensors(
     """
     tensors = pair_with_scales(index, config.weight_block_size)
     missing = sorted(destinations.keys() - tensors.keys())
-    unexpected = sorted(name for name in tensors.keys() - destinations.keys() if not re.fullmatch(harmless, name))
+    others = tensors.keys() - destinations.keys() - elsewhere
+    unexpected = sorted(name for name in others if not re.fullmatch(harmless, name))
     if missing or unexpected:
         raise ValueError(
             f"the weights in {index.folder} are not those that its config.json describes; "

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from kernels import ops
 from models.drafters.deepseek_mtp import load_mtp
+from models.layers.moe import ExpertShare
 from models.loader import load_model
 from models.parallel import TensorParallelGroup, set_tensor_parallel_group
 from tests.helpers.paged_runner import PagedRunner
@@ -63,20 +64,39 @@ def compute(folder: Path) -> torch.Tensor:
     return torch.cat([*logits, module.mtp.logits(0, torch.cat(outputs))])
 
 
-def compute_as_rank(rank: int, folder: Path, work: Path) -> None:
+def compute_as_rank(rank: int, folder: Path, work: Path, expert_parallel: bool) -> None:
     store = dist.FileStore(str(work / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
-        set_tensor_parallel_group(TensorParallelGroup(rank, 2, dist.group.WORLD))
+        set_tensor_parallel_group(TensorParallelGroup(rank, 2, dist.group.WORLD, expert_parallel=expert_parallel))
         torch.save(compute(folder), work / f"rank{rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
-def test_two_ranks_compute_what_one_does(folder, tmp_path):
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_ranks_compute_what_one_does(folder, tmp_path, expert_parallel):
     """E09: the module's experts are shared out as the target's are."""
     expected = compute(folder)
     assert expected.shape == (68, VOCAB_SIZE)
-    mp.spawn(compute_as_rank, (folder, tmp_path), nprocs=2)
+    mp.spawn(compute_as_rank, (folder, tmp_path, expert_parallel), nprocs=2)
+    torch.testing.assert_close(torch.load(tmp_path / "rank0.pt"), expected, rtol=1e-4, atol=1e-4)
+    assert torch.load(tmp_path / "rank1.pt").shape == (0, VOCAB_SIZE), "logits are rank 0's alone"
+
+
+def test_whole_experts_are_shared_out_among_ranks(folder):
+    stored = load_file(folder / "model.safetensors")
     for rank in range(2):
-        torch.testing.assert_close(torch.load(tmp_path / f"rank{rank}.pt"), expected, rtol=1e-4, atol=1e-4)
+        set_tensor_parallel_group(TensorParallelGroup(rank, 2, expert_parallel=True))
+        experts = load_model(folder, None, CPU, progress=False).model.layers[1].mlp.experts
+        for held in range(4):
+            prefix = f"model.layers.1.mlp.experts.{4 * rank + held}."
+            gate, up, down = (stored[f"{prefix}{name}_proj.weight"] for name in ("gate", "up", "down"))
+            assert torch.equal(ops.unpack_weight(experts.gate_up_proj.weight)[held], torch.cat((gate, up)))
+            assert torch.equal(ops.unpack_weight(experts.down_proj.weight)[held], down)
+
+
+def test_experts_that_ranks_cannot_share_are_refused(folder):
+    set_tensor_parallel_group(TensorParallelGroup(0, 3, expert_parallel=True))
+    with pytest.raises(ValueError, match="n_routed_experts is 8, which tensor_parallel_size 3 does not divide"):
+        ExpertShare.of_rank(8)

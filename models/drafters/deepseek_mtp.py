@@ -22,7 +22,7 @@ from models.layers.embedding import ParallelLMHead, VocabParallelEmbedding, voca
 from models.layers.linear import ReplicatedLinear
 from models.layers.norm import RMSNorm
 from models.layers.rotary import RotaryEmbedding
-from models.loader import HARMLESS_EXTRAS, Destination, fill, find_destinations, match_tensors
+from models.loader import HARMLESS_EXTRAS, Destination, fill, find_destinations, match_tensors, names_elsewhere
 from models.model_config import ModelConfig
 from models.registry import ARCHITECTURES
 from models.weight_index import StoredTensor, WeightIndex, read_weight_index
@@ -198,7 +198,9 @@ def _load_module(
     destinations = _renamed(find_destinations(module), prefix, family)
     harmless = [HARMLESS_EXTRAS, *([] if own_embedding else [embedding]), *([] if own_head else [head])]
     try:
-        tensors = match_tensors(own, destinations, config, "|".join(harmless))
+        layer = family.names["layer"]  # the one submodule of which a rank may lack something whole
+        elsewhere = names_elsewhere(module.layer, f"{prefix}{layer}." if layer else prefix)
+        tensors = match_tensors(own, destinations, config, "|".join(harmless), elsewhere)
     except ValueError as error:
         raise ValueError(
             f"module {module_index} of multi-token prediction can not be loaded: {error}. Take a checkpoint with the "

@@ -42,8 +42,8 @@ def vocab_logits(
     hidden_states: torch.Tensor,  # [num_rows, hidden_size]
     weight: Weight,  # [vocab_size / tp_size, hidden_size]
 ) -> torch.Tensor:
-    """fp32 [num_rows, vocab_size]."""
-    return parallel.all_gather(ops.linear(hidden_states, weight, out_dtype=torch.float32))
+    """fp32 [num_rows, vocab_size] on rank 0, which alone decides; no rows elsewhere."""
+    return parallel.gather(ops.linear(hidden_states, weight, out_dtype=torch.float32))
 
 
 def _vocab_parameter(vocab_size: int, hidden_size: int, dtype: torch.dtype, packed: bool) -> UnloadedParameter:

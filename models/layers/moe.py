@@ -1,7 +1,7 @@
 """A mixture of experts: routed ones, each on its own tokens, and shared ones on all."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,14 +18,37 @@ from models.model_config import ModelConfig
 SIZE_NAME = "moe_intermediate_size"  # what ranks share out of every expert
 
 
+@dataclass(frozen=True)
+class ExpertShare:
+    """The experts of which this rank holds something: some of them whole, or a share of each."""
+
+    num_experts: int  # of the model
+    first: int
+    num_held: int
+
+    @staticmethod
+    def of_rank(num_experts: int) -> "ExpertShare":
+        if not parallel.experts_are_whole():
+            return ExpertShare(num_experts, 0, num_experts)
+        num_held = parallel.share(num_experts, "n_routed_experts")
+        return ExpertShare(num_experts, parallel.tp_rank() * num_held, num_held)
+
+    def features(self, total: int) -> RowShare:
+        """This rank's features of every expert that it holds."""
+        return RowShare(total, 0, total) if parallel.experts_are_whole() else RowShare.even(total, SIZE_NAME)
+
+
 class GroupedLinear(nn.Module):
     """One linear layer an expert, as one weight; the checkpoint stores every expert's matrices apart."""
 
     weight: Weight  # [num_groups, out_features, in_features], this rank's share
 
-    def __init__(self, shape: tuple[int, int], shards: Sequence[Shard], num_groups: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: tuple[int, int], shards: Sequence[Shard], experts: ExpertShare, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self.num_groups = num_groups
+        num_groups, self.num_stored = experts.num_held, experts.num_experts
+        self.groups = range(experts.first, experts.first + num_groups)  # of those stored
         shards_of_groups = []
         for group in range(num_groups):
             for shard in shards:
@@ -35,23 +58,25 @@ class GroupedLinear(nn.Module):
 
     @classmethod
     def column_parallel(
-        cls, in_features: int, out_features: Sequence[int], num_groups: int, dtype: torch.dtype
+        cls, in_features: int, out_features: Sequence[int], experts: ExpertShare, dtype: torch.dtype
     ) -> "GroupedLinear":
-        """A rank computes its share of the output features of every expert."""
+        """A rank computes its share of the output features of its experts."""
         shards, offset = [], 0
         for features in out_features:
-            share = RowShare.even(features, SIZE_NAME)
+            share = experts.features(features)
             shards.append(Shard.of_rows((features, in_features), share.start, share.num_rows, offset))
             offset += share.num_rows
-        return cls((offset, in_features), shards, num_groups, dtype)
+        return cls((offset, in_features), shards, experts, dtype)
 
     @classmethod
-    def row_parallel(cls, in_features: int, out_features: int, num_groups: int, dtype: torch.dtype) -> "GroupedLinear":
-        """A rank takes its share of the input features of every expert; outputs are to be summed over ranks."""
-        share = RowShare.even(in_features, SIZE_NAME)
+    def row_parallel(
+        cls, in_features: int, out_features: int, experts: ExpertShare, dtype: torch.dtype
+    ) -> "GroupedLinear":
+        """A rank takes its share of the input features of its experts; outputs are to be summed over ranks."""
+        share = experts.features(in_features)
         rows, columns = slice(0, out_features), slice(share.start, share.start + share.num_rows)
         shard = Shard((out_features, in_features), (rows, columns), rows)
-        return cls((out_features, share.num_rows), [shard], num_groups, dtype)
+        return cls((out_features, share.num_rows), [shard], experts, dtype)
 
     def forward(
         self,
@@ -67,9 +92,9 @@ class Experts(nn.Module):
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.num_experts = num_experts
-        self.gate_up_proj = GroupedLinear.column_parallel(hidden_size, [intermediate_size] * 2, num_experts, dtype)
-        self.down_proj = GroupedLinear.row_parallel(intermediate_size, hidden_size, num_experts, dtype)
+        self.share = ExpertShare.of_rank(num_experts)
+        self.gate_up_proj = GroupedLinear.column_parallel(hidden_size, [intermediate_size] * 2, self.share, dtype)
+        self.down_proj = GroupedLinear.row_parallel(intermediate_size, hidden_size, self.share, dtype)
 
     def forward(
         self,
@@ -77,14 +102,19 @@ class Experts(nn.Module):
         weights: torch.Tensor,  # fp32 [num_tokens, experts a token]
         expert_ids: torch.Tensor,  # int64, the same shape
     ) -> torch.Tensor:  # fp32 [num_tokens, hidden_size], to be summed over ranks
-        ids = expert_ids.flatten()
+        share, ids = self.share, expert_ids.flatten()
+        if share.num_held < share.num_experts:
+            ids = (ids - share.first) % share.num_experts  # this rank's experts come first
         order = ids.argsort(stable=True)  # a row for each choice: choice i is of token i // experts a token
-        group_sizes = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        group_sizes = torch.zeros(share.num_experts, dtype=torch.int64, device=x.device)
         group_sizes.scatter_add_(0, ids, torch.ones_like(ids))
+        group_sizes = group_sizes[: share.num_held]
         inner = ops.silu_and_mul(self.gate_up_proj(x[order // expert_ids.shape[1]], group_sizes))
         rows = self.down_proj(inner, group_sizes, out_dtype=torch.float32)
         of_choices = torch.empty_like(rows)
         of_choices[order] = rows
+        if share.num_held < share.num_experts:  # other ranks' choices are rows of no group here
+            of_choices.masked_fill_((ids >= share.num_held).unsqueeze(1), 0.0)
         # Summed in the order of a token's choices, which no other token has a part in.
         return (of_choices.view(*expert_ids.shape, -1) * weights.unsqueeze(-1)).sum(1)
 

@@ -56,6 +56,8 @@ class PagedRunner:
             self._metadata(list(new_tokens), [len(tokens) for tokens in new_tokens.values()], np.concatenate(slots)),
         )
         logits = self.model.compute_logits(hidden_states)
+        if not len(logits):  # another rank has them
+            return dict.fromkeys(new_tokens, logits)
         return dict(zip(new_tokens, logits.split([len(tokens) for tokens in new_tokens.values()]), strict=True))
 
     def _metadata(self, seqs: list[int], num_rows: list[int], slot_mapping: np.ndarray) -> AttentionMetadata:

@@ -193,6 +193,7 @@ class LLMEngine:
             **vars(self.totals),
             "num_running": scheduler.num_running,
             "num_waiting": scheduler.num_waiting,
+            "num_waiting_tokens": scheduler.num_waiting_tokens,
             "num_preemptions": scheduler.num_preemptions,
             "num_blocks": self.block_manager.num_blocks,
             "num_free_blocks": self.block_manager.num_free,
@@ -207,6 +208,7 @@ class LLMEngine:
             "drafted_per_position": list(speculation.drafted_per_position),
             "acceptance_rate": speculation.acceptance_rate,
             "mean_acceptance_length": speculation.mean_acceptance_length,
+            **{f"num_refused_{reason}": num for reason, num in scheduler.num_refused_drafts.items()},
             **self.executor.stats(),
         }
 

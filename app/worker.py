@@ -43,6 +43,8 @@ class Worker:
         self.proposer = proposer
         self.controller = controller
         self.device = device
+        self.num_refused_drafts = dict.fromkeys(("controller", "proposer", "fault"), 0)  # of those that the plans allow
+        self.num_drafter_restarts = 0
         self._fault_logged = False
 
     def speculative_step(self, plan: StepPlan) -> StepResult:
@@ -68,12 +70,14 @@ class Worker:
         return StepResult(plan.step_id, results, clock.timings, drafter_fault)
 
     def stats(self) -> dict[str, float]:
-        """The controller's totals and gains; empty where draft lengths are fixed."""
-        if self.controller is None:
-            return {}
-        totals = self.controller.totals
-        gains = {"predicted_gain": totals.predicted_gain, "measured_gain": totals.measured_gain}
-        return {f"controller_{name}": value for name, value in {**vars(totals), **gains}.items()}
+        """Drafts refused, restarts of the drafter; the controller's totals and gains, where draft lengths are auto."""
+        stats: dict[str, float] = {f"num_refused_{reason}": num for reason, num in self.num_refused_drafts.items()}
+        stats["num_drafter_restarts"] = self.num_drafter_restarts
+        if self.controller is not None:
+            totals = self.controller.totals
+            gains = {"predicted_gain": totals.predicted_gain, "measured_gain": totals.measured_gain}
+            stats |= {f"controller_{name}": value for name, value in {**vars(totals), **gains}.items()}
+        return stats
 
     def _catch_up(self) -> str | None:
         if self.proposer is None:
@@ -87,16 +91,26 @@ class Worker:
     def _propose(self, plan: StepPlan) -> tuple[Drafts, str | None]:
         if self.proposer is None:
             return Drafts.none(len(plan.scheduled)), None
+        num_left = _num_draft_tokens(plan)
         try:
             if self.controller is not None:
                 plan = self.controller.plan(self.state, plan)
+                num_left = self._refuse("controller", num_left, _num_draft_tokens(plan))
             drafts = self.proposer.propose(self.state, plan)
             self._check(drafts, plan)
+            num_left = self._refuse("proposer", num_left, int(drafts.num_tokens.sum()))
             if self.controller is not None:
                 drafts = self.controller.cut(self.state, plan, drafts)
+                self._refuse("controller", num_left, int(drafts.num_tokens.sum()))
             return drafts, None
         except Exception:
+            self._refuse("fault", num_left, 0)
             return Drafts.none(len(plan.scheduled)), self._drafter_fault()
+
+    def _refuse(self, reason: str, num_before: int, num_after: int) -> int:
+        """Counts the drafts that `reason` leaves out, and returns how many are left."""
+        self.num_refused_drafts[reason] += num_before - num_after
+        return num_after
 
     def _check(self, drafts: Drafts, plan: StepPlan) -> None:
         """A draft that the plan has no room for, or that is no token of the target, is the proposer's fault."""
@@ -122,6 +136,7 @@ class Worker:
             logger.error("The proposer failed; this step goes on without drafts. Later faults are counted.\n%s", fault)
             self._fault_logged = True
         self.proposer.reset()
+        self.num_drafter_restarts += 1
         return fault
 
     def _lay_out(self, plan: StepPlan, drafts: Drafts) -> Batch:
@@ -191,6 +206,10 @@ class Worker:
                 )
             ]
         return logprobs
+
+
+def _num_draft_tokens(plan: StepPlan) -> int:
+    return sum(scheduled.num_draft_tokens for scheduled in plan.scheduled)
 
 
 @dataclass

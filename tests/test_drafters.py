@@ -7,12 +7,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from app.engine.plan import AdmittedSequence, ScheduledSequence, StepPlan
-from app.engine.run_scanner import RunScanner
 from app.engine.sampling_params import SamplingParams
-from app.engine.sequence import Sequence
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import DraftModelConfig, NgramConfig
-from app.speculative.draft_length import FixedDraftLength
 from app.speculative.draft_model import check_same_vocabulary
 from app.speculative.drafter_kv import DrafterKV
 from app.speculative.loaded_proposer import LoadedProposer, TargetContext
@@ -116,22 +113,3 @@ def test_blocks_handed_out_anew_are_whole_no_longer():
     kv.reset()
     step(released_slots=[0], admitted=[admitted(12, [6, 5, 1, 7])])
     assert kv.num_computed_tokens[0] == 0
-
-
-def test_the_draft_length_is_the_smaller_of_the_servers_and_the_requests():
-    def sequence(own: int | None) -> Sequence:
-        params = SamplingParams(num_speculative_tokens=own)
-        return Sequence(
-            request_id="0",
-            index=0,
-            prompt_token_ids=[1],
-            sampling_params=params,
-            eos_token_ids=(0,),
-            scanner=RunScanner(None, params, (0,), [1], 16),
-        )
-
-    sequences = [sequence(own) for own in (None, 0, 2, 9)]
-    length = FixedDraftLength(4)
-    assert [length(each) for each in sequences] == [4, 0, 2, 4]
-    length.num_speculative_tokens = 1
-    assert [length(each) for each in sequences] == [1, 0, 1, 1]

@@ -180,8 +180,24 @@ def test_a_drafter_that_raises_costs_drafts_and_nothing_else(make_engine, caplog
     with caplog.at_level(logging.ERROR):
         assert generate(engine, GREEDY).outputs[0].token_ids == expected
     assert sum("the drafter is broken" in record.getMessage() for record in caplog.records) == 1
-    assert engine.stats()["num_drafter_faults"] == engine.stats()["num_steps"]
-    assert engine.executor.worker.proposer.num_resets > 0
+    stats = engine.stats()
+    assert stats["num_drafter_faults"] == stats["num_steps"]
+    assert engine.executor.worker.proposer.num_resets == stats["num_drafter_restarts"] > 0
+    num_wanted = NGRAM["num_speculative_tokens"] * (stats["num_verifications"] - 1)  # the first comes with the prompt
+    assert stats["num_refused_fault"] + stats["num_refused_context"] == num_wanted
+
+
+@pytest.mark.parametrize("num_speculative_tokens", [4, "auto"])
+def test_every_draft_that_was_not_made_has_its_reason(num_speculative_tokens, make_engine):
+    engine = make_engine(NGRAM | {"num_speculative_tokens": num_speculative_tokens})
+    generate(engine, GREEDY)
+    stats = engine.stats()
+    refused = {name: num for name, num in stats.items() if name.startswith("num_refused_")}
+    num_decodes = stats["num_verifications"] - 1  # the first token comes with the prompt
+    assert stats["num_drafted"] + sum(refused.values()) == stats["num_speculative_tokens"] * num_decodes
+    assert refused["num_refused_proposer"] > 0, "nothing to look up in some steps"
+    assert (refused["num_refused_controller"] > 0) == (num_speculative_tokens == "auto")
+    assert refused["num_refused_fault"] == 0
 
 
 def test_drafts_outside_the_vocabulary_never_reach_the_target(make_engine):

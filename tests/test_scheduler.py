@@ -121,6 +121,30 @@ def test_the_request_may_ask_for_fewer_drafts_and_never_gets_more():
     assert [len(sequence.stats.drafted_per_position) for sequence in sequences] == [3, 0, 1, 3, 3]
 
 
+@pytest.mark.parametrize(
+    ("reason", "sizes", "params"),
+    [
+        ("request", {}, {"num_speculative_tokens": 1}),
+        ("request", {}, {"num_speculative_tokens": 0}),
+        ("budget", {"max_num_batched_tokens": 8, "max_num_seqs": 4}, {}),
+        ("context", {"max_model_len": 16}, {"max_tokens": None}),
+        ("kv", {"num_blocks": 30, "block_size": 1, "caching": False}, {}),
+    ],
+)
+def test_drafts_that_are_not_granted_are_counted_by_what_stands_against_them(reason, sizes, params):
+    engine = ScriptedEngine(k=3, **sizes)
+    for i in range(4):
+        engine.add([i + 1], **params)
+    engine.run()
+    num_granted = sum(scheduled.num_draft_tokens for plan in engine.plans for scheduled in plan.scheduled)
+    refused = engine.scheduler.num_refused_drafts
+    assert refused[reason] > 0
+    assert all(not num for other, num in refused.items() if other not in (reason, "context"))
+    num_after_prompts = len(engine.sequences) + engine.scheduler.num_preemptions  # these steps draft nothing
+    num_decodes = engine.scheduler.speculation_stats.num_steps - num_after_prompts
+    assert num_granted + sum(refused.values()) == 3 * num_decodes
+
+
 @pytest.mark.parametrize(("length", "chunks"), [(35, [10, 10, 10, 5]), (21, [10, 10, 1]), (10, [10]), (1, [1])])
 def test_a_prompt_gets_no_drafts_in_any_of_its_chunks(length, chunks):
     engine = ScriptedEngine(max_num_batched_tokens=10, k=4)

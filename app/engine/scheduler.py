@@ -61,6 +61,7 @@ class Scheduler:
         self.num_prefix_hit_tokens = 0
         self.num_prefix_queried_tokens = 0
         self.speculation_stats = SpeculationStats()  # of all sequences so far
+        self.num_refused_drafts = dict.fromkeys(("request", "budget", "context", "kv"), 0)  # by what came first
 
     @property
     def has_work(self) -> bool:
@@ -157,18 +158,20 @@ class Scheduler:
         the last known token, and one more token, the target's, always has room behind them.
         """
         num_known = sequence.num_tokens - sequence.num_computed_tokens
-        if num_rows <= num_known:
-            return num_rows, 0
-        num_drafts = min(
-            self._num_draft_tokens(sequence),
-            num_rows - num_known,
-            sequence.max_num_tokens - sequence.num_tokens - 1,
-            self.block_manager.room(sequence) - sequence.num_tokens,
-        )
+        if not sequence.is_decoding:
+            return min(num_rows, num_known), 0
+        num_drafts = self._num_draft_tokens(sequence)
         num_asked = sequence.sampling_params.num_speculative_tokens
-        if num_asked is not None:
-            num_drafts = min(num_drafts, num_asked)
-        return num_known, max(num_drafts, 0)
+        for reason, limit in (
+            ("request", num_drafts if num_asked is None else num_asked),
+            ("budget", num_rows - num_known),
+            ("context", sequence.max_num_tokens - sequence.num_tokens - 1),
+            ("kv", self.block_manager.room(sequence) - sequence.num_tokens),
+        ):
+            num_granted = min(num_drafts, max(limit, 0))
+            self.num_refused_drafts[reason] += num_drafts - num_granted
+            num_drafts = num_granted
+        return num_known, num_drafts
 
     def _schedule(self, sequence: Sequence, num_rows: int) -> ScheduledSequence:
         num_new_tokens, num_drafts = self._step_tokens(sequence, num_rows)

@@ -128,6 +128,7 @@ class LLMEngine:
                 sampling_params=params,
                 eos_token_ids=loaded.eos_token_ids,
                 scanner=RunScanner(loaded.tokenizer, params, loaded.eos_token_ids, prompt, loaded.max_model_len),
+                owner=request.owner,
             )
             for index in range(request.n)
         ]

@@ -50,7 +50,7 @@ class Worker:
     def speculative_step(self, plan: StepPlan) -> StepResult:
         """Propose, verify, reject, commit: one step of every scheduled sequence."""
         clock = _PhaseClock()
-        drafter_fault = self._catch_up()
+        drafter_fault = self._catch_up(plan)
         self.state.apply(plan)
         drafts, fault = self._propose(plan)
         drafter_fault = fault or drafter_fault
@@ -79,11 +79,11 @@ class Worker:
             stats |= {f"controller_{name}": value for name, value in {**vars(totals), **gains}.items()}
         return stats
 
-    def _catch_up(self) -> str | None:
+    def _catch_up(self, plan: StepPlan) -> str | None:
         if self.proposer is None:
             return None
         try:
-            self.proposer.catch_up(self.state)
+            self.proposer.catch_up(self.state, plan)
         except Exception:
             return self._drafter_fault()
         return None

@@ -158,7 +158,7 @@ class FailingProposer:
         self.num_resets = 0
         self._drafts = drafts
 
-    def catch_up(self, state) -> None:
+    def catch_up(self, state, plan) -> None:
         raise RuntimeError("the drafter is broken")
 
     def propose(self, state, plan):

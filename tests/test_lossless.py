@@ -38,6 +38,7 @@ def speculative_config(method: str, tiny_checkpoint, architecture: str) -> dict 
     """A configuration of each registered method on `architecture`; a new method must add itself here."""
     configs = {
         "suffix": {},
+        "suffix_with_memory": {"method": "suffix", "memory_bytes": 2**20},
         "ngram": {"min_n": 1, "max_n": 3},
         "draft_model": {"model": str(tiny_checkpoint(architecture, num_hidden_layers=1))},
         "perfect_draft_model": {"method": "draft_model", "model": str(tiny_checkpoint(architecture))},
@@ -51,7 +52,7 @@ def target(method: str, tiny_checkpoint, architecture: str) -> Path:
     return tiny_checkpoint(architecture, **({"num_nextn_predict_layers": 2} if method == "mtp" else {}))
 
 
-METHODS = [*PROPOSERS, "perfect_draft_model"]
+METHODS = [*PROPOSERS, "suffix_with_memory", "perfect_draft_model"]
 PAIRS = [
     (architecture, method)
     for architecture in ARCHITECTURES
@@ -126,7 +127,7 @@ def test_greedy_ids_equal_plain_decoding(architecture, method, scenario, plain, 
         assert engine.stats()["num_prefix_hit_tokens"] > first["num_prefix_hit_tokens"]
 
 
-@pytest.mark.parametrize("method", ["suffix", "perfect_draft_model"])
+@pytest.mark.parametrize("method", ["suffix", "suffix_with_memory", "perfect_draft_model"])
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied", "qwen2", "qwen3", "mistral"])
 def test_bf16_greedy_ids_are_equal_too(architecture, method, tiny_checkpoint):
     """A row's bits do not depend on the rows beside it, so bf16 has no near ties to lose."""
@@ -158,7 +159,7 @@ class ArbitraryProposer:
         self._texts = [prompt + continuation for prompt, continuation in zip(prompts, continuations, strict=True)]
         self._rng = np.random.default_rng(seed)
 
-    def catch_up(self, state: SequenceState) -> None:
+    def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Nothing to compute."""
 
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:

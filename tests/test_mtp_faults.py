@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from app.engine.outputs import GenerationRequest
+from app.engine.plan import StepPlan
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
 from tests.helpers.mtp_reference import DraftRecorder, MTPReference, poison
@@ -52,7 +53,7 @@ def modules_kv(folder, budget: int) -> list[torch.Tensor]:
             break
         assert step < -(-len(PROMPT) // budget)
     worker = engine.executor.worker
-    worker.proposer.catch_up(worker.state)
+    worker.proposer.catch_up(worker.state, StepPlan(0, []))
     blocks = worker.state.block_table[0, :3].tolist()
     kv = []
     for module, pool in enumerate(drafter_pools(engine)):

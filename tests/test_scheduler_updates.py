@@ -131,3 +131,22 @@ def test_the_worker_is_told_what_may_end_a_run():
     assert [a.stop_token_ids for a in plan.admitted] == [(EOS, 3, 5), (5,)]
     assert plan.admitted[1].seed == 11
     engine.update(plan, engine.worker.step(plan))
+
+
+def test_a_plan_tells_the_slots_of_ended_sequences_from_those_that_gave_way():
+    engine = ScriptedEngine(num_blocks=12, caching=False)
+    sequences = [engine.add([first] * 8) for first in (1, 2)]
+    while engine.scheduler.num_preemptions == 0:
+        engine.step()
+    engine.scheduler.abort(sequences[0])
+    engine.run()
+    later = engine.add([3])
+    engine.step()
+    slots = {False: [], True: []}
+    for plan in engine.plans:
+        assert set(plan.finished_slots) <= set(plan.released_slots)
+        for slot in plan.released_slots:
+            slots[slot in plan.finished_slots].append(slot)
+    assert len(slots[False]) == engine.scheduler.num_preemptions > 0
+    assert len(slots[True]) == 2, "the aborted one and the one that ran to its end"
+    assert not later.is_finished

@@ -1,7 +1,5 @@
 """Suffix decoding against a brute-force search, and what it believes of its drafts."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,90 +10,106 @@ from app.engine.sampling_params import SamplingParams
 from app.engine.sequence_state import SequenceState
 from app.speculative.match_calibration import MatchCalibration
 from app.speculative.proposer import Verdict
-from app.speculative.suffix import MAX_MATCH_LENGTH, MAX_OCCURRENCES, Continuation, continue_suffix, occurrences
+from app.speculative.suffix import MAX_OCCURRENCES, Continuations, continue_sequences
 from app.speculative.suffix_proposer import SuffixProposer
+from tests.helpers.suffix_reference import agreed_continuation, match_length
 
 
-def brute_force(text: list[int], num_tokens: int) -> tuple[list[int], list[int], list[float]]:
-    """The definition: longest earlier match of the ending, then the majority's next token, latest first in a tie."""
-    n = len(text)
-
-    def match_length(end: int) -> int:
-        length = 0
-        while length < min(MAX_MATCH_LENGTH, end) and text[end - 1 - length] == text[n - 1 - length]:
-            length += 1
-        return length
-
-    ends = [end for end in range(2, n) if match_length(end) >= 2][-MAX_OCCURRENCES:]
-    if not ends:
-        return [], [], []
-    longest = max(map(match_length, ends))
-    alive = [end for end in ends if match_length(end) == longest]
-    token_ids, lengths, shares = [], [], []
-    for offset in range(num_tokens):
-        alive = [end for end in alive if end + offset < n]
-        if not alive:
-            break
-        counts = Counter(text[end + offset] for end in alive)
-        latest = {text[end + offset]: end for end in alive}
-        best = max(counts, key=lambda token: (counts[token], latest[token]))
-        token_ids.append(best)
-        lengths.append(longest + offset)
-        shares.append(counts[best] / len(alive))
-        alive = [end for end in alive if text[end + offset] == best]
-    return token_ids, lengths, shares
+def brute_force(text: list[int], num_tokens: int) -> tuple[list[int], int, list[bool]]:
+    """The definition: of the longest earlier matches of the ending, what they agree on most."""
+    lengths = {end: match_length(text[:end], text) for end in range(2, len(text))}
+    longest = max(lengths.values(), default=0)
+    if longest < 2:
+        return [], 0, []
+    ends = [end for end in reversed(lengths) if lengths[end] == longest][:MAX_OCCURRENCES]
+    token_ids, unanimous = agreed_continuation([text[end : end + num_tokens] for end in ends])
+    return token_ids, longest, unanimous
 
 
-def look_up(text: list[int], num_tokens: int) -> Continuation | None:
-    array = np.array(text, dtype=np.int64)
-    ends = occurrences(array)
-    return continue_suffix(array, ends, array, num_tokens) if len(ends) else None
+def look_up(texts: list[list[int]], num_tokens: int) -> Continuations:
+    token_ids = np.full((len(texts), max(map(len, texts)) + 1), 1)  # what a slot held before is not seen
+    for slot, text in enumerate(texts):
+        token_ids[slot, : len(text)] = text
+    return continue_sequences(token_ids, np.arange(len(texts)), np.array([len(text) for text in texts]), num_tokens)
 
 
-@given(st.lists(st.integers(0, 2), max_size=120), st.integers(1, 10))
-def test_it_finds_what_a_brute_force_search_finds(text, num_tokens):
-    token_ids, lengths, shares = brute_force(text, num_tokens)
-    found = look_up(text, num_tokens)
-    if found is None:
-        assert token_ids == []
-        return
-    assert found.token_ids.tolist() == token_ids
-    assert found.match_lengths.tolist() == lengths
-    assert found.shares.tolist() == pytest.approx(shares)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=120), min_size=1, max_size=4), st.integers(1, 10))
+def test_it_finds_what_a_brute_force_search_finds(texts, num_tokens):
+    found = look_up(texts, num_tokens)
+    for i, text in enumerate(texts):
+        token_ids, length, unanimous = brute_force(text, num_tokens)
+        assert found.token_ids[i, : found.num_tokens[i]].tolist() == token_ids
+        if token_ids:
+            assert found.match_lengths[i] == length
+            assert found.unanimous[i, : len(token_ids)].tolist() == unanimous
 
 
-@pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3, 4]])
-def test_nothing_to_find(text):
-    assert look_up(text, 4) is None
+@given(st.integers(0, 2**32 - 1), st.integers(1, 3))
+def test_many_occurrences_are_narrowed_to_the_longest(seed, period):
+    """A long periodic text with a flaw: far more than a few places end alike."""
+    rng = np.random.default_rng(seed)
+    text = np.tile(rng.integers(0, 3, period), 60)
+    text[rng.integers(0, len(text), 3)] = 4
+    text = text[: rng.integers(10, len(text))].tolist()
+    token_ids, *_ = brute_force(text, 6)
+    found = look_up([text], 6)
+    assert found.token_ids[0, : found.num_tokens[0]].tolist() == token_ids
 
 
-def test_the_majority_decides_and_says_by_how_much():
-    found = look_up([7, 8, 1, 9, 7, 8, 2, 9, 7, 8, 1, 5, 7, 8], 1)
-    assert found.token_ids.tolist() == [1]
-    assert found.shares.tolist() == [pytest.approx(2 / 3)]
+def test_nothing_to_find():
+    assert look_up([[], [1], [1, 2], [1, 2, 3, 4]], 4).num_tokens.tolist() == [0, 0, 0, 0]
 
 
-def continuation(length: int, num_tokens: int = 1) -> Continuation:
-    return Continuation(np.arange(num_tokens), length + np.arange(num_tokens), np.ones(num_tokens))
+def test_the_majority_decides_and_dissent_is_told():
+    found = look_up([[7, 8, 1, 9, 7, 8, 2, 9, 7, 8, 1, 5, 7, 8]], 1)
+    assert found.token_ids.tolist() == [[1]]
+    assert found.unanimous.tolist() == [[False]]
+
+
+def continuation(length: int, num_tokens: int = 1) -> Continuations:
+    return Continuations(
+        np.arange(num_tokens)[None], np.array([num_tokens]), np.array([length]), np.ones((1, num_tokens), dtype=bool)
+    )
+
+
+def believed(calibration: MatchCalibration, slot: int, length: int) -> float:
+    return calibration.probabilities(np.array([slot]), continuation(length))[0, 0]
+
+
+def judge(calibration: MatchCalibration, slot: int, length: int, kept: bool) -> None:
+    emitted = np.array([[0 if kept else 9]])
+    calibration.observe(np.array([slot]), continuation(length), np.array([0]), emitted, np.array([1]))
 
 
 def test_longer_matches_are_believed_more():
     calibration = MatchCalibration(1)
-    believed = [calibration.probabilities(0, continuation(length))[0] for length in (2, 4, 8, 16)]
-    assert believed == sorted(believed)
-    assert believed[0] < 0.6 < 0.9 < believed[-1]
+    values = [believed(calibration, 0, length) for length in (2, 4, 8, 16)]
+    assert values == sorted(values)
+    assert values[0] < 0.6 < 0.9 < values[-1]
 
 
 def test_belief_follows_what_the_target_says():
     calibration = MatchCalibration(2)
     for i in range(400):
-        calibration.observe(i % 2, continuation(2), num_kept=int(i % 10 == 0))
-    assert calibration.probabilities(0, continuation(2))[0] == pytest.approx(0.1, abs=0.06)
+        judge(calibration, i % 2, 2, kept=i % 10 == 0)
+    assert believed(calibration, 0, 2) == pytest.approx(0.1, abs=0.06)
     for _ in range(60):
-        calibration.observe(0, continuation(2), num_kept=1)
-    assert calibration.probabilities(0, continuation(2))[0] > calibration.probabilities(1, continuation(2))[0] + 0.1
+        judge(calibration, 0, 2, kept=True)
+    assert believed(calibration, 0, 2) > believed(calibration, 1, 2) + 0.1
     calibration.admit(0)
-    assert calibration.probabilities(0, continuation(2))[0] < 0.6, "a new sequence knows the shared record only"
+    assert believed(calibration, 0, 2) < 0.6, "a new sequence knows the shared record only"
+
+
+def test_only_what_the_target_has_spoken_of_is_judged():
+    """Tokens 0, 1, 2 predicted; one is emitted, and it is the first: nothing is known of the others."""
+    calibration, untouched = MatchCalibration(1), MatchCalibration(1)
+    slots, rows = np.array([0]), np.array([0])
+    calibration.observe(slots, continuation(5, 3), rows, np.array([[0, 7, 7, 7]]), np.array([1]))
+    assert calibration.probabilities(slots, continuation(5, 3))[0, 0] > believed(untouched, 0, 5)
+    calibration.admit(0)
+    assert believed(calibration, 0, 6) == believed(untouched, 0, 6)
+    calibration.observe(slots, continuation(5, 3), rows, np.array([[0, 7, 7, 7]]), np.array([2]))
+    assert believed(calibration, 0, 6) < believed(untouched, 0, 6)
 
 
 class _Batch:
@@ -123,9 +137,11 @@ def test_predictions_are_judged_whether_drafted_or_not():
 
 
 def test_a_sequence_that_may_not_draft_is_not_looked_up():
-    state = SequenceState(1, 64, 8)
+    state = SequenceState(2, 64, 8)
     proposer = SuffixProposer(state)
-    admitted = [AdmittedSequence(0, [3, 4, 3, 4], 4, 0, [0], SamplingParams(), 0, ())]
-    plan = StepPlan(0, [ScheduledSequence(0, 4, 0, [])], admitted)
+    admitted = [AdmittedSequence(slot, [3, 4, 3, 4], 4, 0, [slot], SamplingParams(), 0, ()) for slot in (0, 1)]
+    plan = StepPlan(0, [ScheduledSequence(0, 4, 0, []), ScheduledSequence(1, 4, 1, [])], admitted)
     state.apply(plan)
-    assert proposer.propose(state, plan).num_tokens.tolist() == [0]
+    drafts = proposer.propose(state, plan)
+    assert drafts.num_tokens.tolist() == [0, 1]
+    assert drafts.token_ids.tolist()[1] == [3]

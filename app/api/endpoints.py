@@ -7,6 +7,7 @@ from fastapi import Request
 from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
+from app.api.api_key import owner_of
 from app.api.chat import ChatFormat
 from app.api.completions import CompletionFormat, EchoedPrompt
 from app.api.delta_streams import Deltas, merge, with_prompt_logprobs_first, with_refusals, without_answer
@@ -47,10 +48,9 @@ class GenerationEndpoints:
         prompt = await self._encoder.encode_chat(request)
         bad_words = await self._encoder.encode_words(request.bad_words)
         params = chat_sampling_params(request, len(prompt), bad_words, self._card)
-        request_id = request_id_of(http_request)
-        envelope = Envelope(f"chatcmpl-{request_id}", int(time.time()), request.model)
+        envelope = Envelope(f"chatcmpl-{request_id_of(http_request)}", int(time.time()), request.model)
         choice_format = ChatFormat(request, envelope, self._token_texts)
-        return self._respond(request_id, request, [prompt], [params], choice_format, envelope.id)
+        return self._respond(http_request, request, [prompt], [params], choice_format, envelope.id)
 
     async def completions(self, http_request: Request) -> Response:
         """POST /v1/completions."""
@@ -59,15 +59,14 @@ class GenerationEndpoints:
         bad_words = await self._encoder.encode_words(request.bad_words)
         prompts = await self._encode_prompts(request)
         params = [completion_sampling_params(request, len(prompt), bad_words, self._card) for prompt in prompts]
-        request_id = request_id_of(http_request)
-        envelope = Envelope(f"cmpl-{request_id}", int(time.time()), request.model)
+        envelope = Envelope(f"cmpl-{request_id_of(http_request)}", int(time.time()), request.model)
         choice_format = CompletionFormat(request, envelope, self._token_texts, self._echoed(request, prompts))
         drops_answer = request.max_tokens == 0
-        return self._respond(request_id, request, prompts, params, choice_format, envelope.id, drops_answer)
+        return self._respond(http_request, request, prompts, params, choice_format, envelope.id, drops_answer)
 
     def _respond(
         self,
-        request_id: str,
+        http_request: Request,
         request: GenerationBody,
         prompts: list[list[int]],
         params: list[SamplingParams],
@@ -76,9 +75,9 @@ class GenerationEndpoints:
         drops_answer: bool = False,
     ) -> GenerationResponse:
         # Two requests may carry the same X-Request-Id (a retry, a careless client): the engine's must differ.
-        unique_id = f"{response_id}-{uuid4().hex[:8]}"
+        unique_id, owner = f"{response_id}-{uuid4().hex[:8]}", owner_of(http_request)
         streams = [
-            self._deltas(GenerationRequest(f"{unique_id}-{i}", prompt, params[i], request.n), drops_answer)
+            self._deltas(GenerationRequest(f"{unique_id}-{i}", prompt, params[i], request.n, owner), drops_answer)
             for i, prompt in enumerate(prompts)
         ]
         options = ResponseOptions(
@@ -88,6 +87,7 @@ class GenerationEndpoints:
             sends_tokens=params[0].logprobs is not None or request.return_token_ids,
         )
         responder = Responder(choice_format, [len(prompt) for prompt in prompts], options)
+        request_id = request_id_of(http_request)
         return GenerationResponse(merge(streams), responder, stream=request.stream, request_id=request_id)
 
     def _deltas(self, request: GenerationRequest, drops_answer: bool) -> Deltas:

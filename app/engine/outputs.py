@@ -17,6 +17,7 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     n: int = 1
+    owner: int = field(default=0, repr=False)  # a digest of the client's API key in int64; 0 without one
 
 
 @dataclass

@@ -17,6 +17,7 @@ class AdmittedSequence:
     sampling_params: SamplingParams
     seed: int  # the request's, or the one drawn at admission; 0 <= seed < 2**64
     stop_token_ids: tuple[int, ...]  # ends of run that `min_tokens` holds back: EOS and the request's own
+    owner: int = 0  # whose request it is: a digest of its API key in int64; 0 without one
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class StepPlan:
     scheduled: list[ScheduledSequence]
     admitted: list[AdmittedSequence] = field(default_factory=list)
     released_slots: list[int] = field(default_factory=list)
+    finished_slots: list[int] = field(default_factory=list)  # those released whose sequences will not come back
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Scheduler:
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._free_slots = list(range(limits.max_num_seqs))  # a heap: low slots first
         self._released_slots: list[int] = []  # given up since the last plan; free from the next one on
+        self._finished_slots: list[int] = []  # those of them whose sequences have ended
         self._step_ids = itertools.count()
         self._in_flight: tuple[StepPlan, list[Sequence]] | None = None
 
@@ -112,6 +113,7 @@ class Scheduler:
             return None
         self._grow_running()
         released_slots, self._released_slots = self._released_slots, []
+        finished_slots, self._finished_slots = self._finished_slots, []
         for slot in released_slots:
             heapq.heappush(self._free_slots, slot)
         may_admit = bool(self._waiting and self._free_slots)
@@ -131,7 +133,8 @@ class Scheduler:
             spare_rows -= batch[-1].num_new_tokens - 1
         admitted = self._admit(batch, spare_rows) if may_admit else []
 
-        plan = StepPlan(next(self._step_ids), batch, [sequence.admission() for sequence in admitted], released_slots)
+        admissions = [sequence.admission() for sequence in admitted]
+        plan = StepPlan(next(self._step_ids), batch, admissions, released_slots, finished_slots)
         self._in_flight = (plan, decoding + prefilling + admitted)
         return plan
 
@@ -284,6 +287,8 @@ class Scheduler:
             del self._waiting[sequence]
         else:
             del self._running[sequence]
+            assert sequence.slot is not None
+            self._finished_slots.append(sequence.slot)
             self._give_up_slot(sequence)
         sequence.status = SequenceStatus.FINISHED
 

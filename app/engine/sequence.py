@@ -39,6 +39,7 @@ class Sequence:
         sampling_params: SamplingParams,
         eos_token_ids: Collection[int],
         scanner: RunScanner,
+        owner: int = 0,
     ) -> None:
         self.request_id = request_id
         self.index = index
@@ -48,6 +49,7 @@ class Sequence:
         self.seed = derive_seed(sampling_params.seed, index)
         self.stop_token_ids = tuple(sorted(ending_token_ids(sampling_params, eos_token_ids)))
         self.scanner = scanner
+        self.owner = owner
         self.arrival_time = time.monotonic()  # seconds
 
         self.status = SequenceStatus.WAITING
@@ -103,6 +105,7 @@ class Sequence:
             sampling_params=self.sampling_params,
             seed=self.seed,
             stop_token_ids=self.stop_token_ids,
+            owner=self.owner,
         )
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:

@@ -25,6 +25,7 @@ class SequenceState:
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.seeds = np.zeros(max_num_seqs, dtype=np.uint64)
+        self.owners = np.zeros(max_num_seqs, dtype=np.int64)
         self.sampling_params: list[SamplingParams | None] = [None] * max_num_seqs
         self.stop_token_ids: list[tuple[int, ...]] = [()] * max_num_seqs
 
@@ -49,6 +50,7 @@ class SequenceState:
         self.num_blocks[slot] = 0
         self._append_blocks(slot, sequence.block_ids)
         self.seeds[slot] = sequence.seed
+        self.owners[slot] = sequence.owner
         self.sampling_params[slot] = sequence.sampling_params
         self.stop_token_ids[slot] = sequence.stop_token_ids
 

@@ -4,6 +4,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+LEAST_MEMORY_BYTES = 2**20
+
 VerificationMode = Literal["auto", "rejection", "coupled"]
 DraftCount = Annotated[int, Field(ge=1, le=32)]
 
@@ -42,6 +44,30 @@ class SuffixConfig(_MethodConfig):
     """Suffix decoding: what followed the longest earlier occurrence of the ending, as far as likely."""
 
     method: Literal["suffix"]
+    memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="For past answers, 28 bytes a token, the oldest forgotten first; 0: none are remembered."
+        " An answer is found by requests with the same API key, or with none as it had none.",
+    )
+    share_memory_across_keys: bool = Field(
+        False,
+        description="Past answers serve all requests. How fast an answer comes may then tell that it was given before.",
+    )
+
+    @model_validator(mode="after")
+    def _memory_holds_answers(self) -> Self:
+        if 0 < self.memory_bytes < LEAST_MEMORY_BYTES:
+            raise ValueError(
+                f"memory_bytes is {self.memory_bytes}, which holds next to nothing: use {LEAST_MEMORY_BYTES} or more, "
+                "or 0 for no memory"
+            )
+        if self.share_memory_across_keys and not self.memory_bytes:
+            raise ValueError(
+                "share_memory_across_keys is True, and memory_bytes 0: there is nothing to share; "
+                "remove the first or raise the second"
+            )
+        return self
 
 
 class NgramConfig(_MethodConfig):

@@ -38,7 +38,7 @@ class DraftModelProposer:
         self._context = context
         self._kv = DrafterKV(context.state, context.num_blocks)
 
-    def catch_up(self, state: SequenceState) -> None:
+    def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Token ids are all that the drafter needs: `propose` catches up where it is to draft."""
 
     @torch.inference_mode()

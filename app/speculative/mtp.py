@@ -52,7 +52,7 @@ class MTPProposer:
         ]  # outputs of last settled rows
 
     @torch.inference_mode()
-    def catch_up(self, state: SequenceState) -> None:
+    def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         slots = np.array([slot for slot in self._pending if not self._is_blind[slot]], dtype=np.int64)
         windows = [self._window(slot) for slot in slots.tolist()]
         self._pending = {}

@@ -22,7 +22,7 @@ class NgramProposer:
         self._min_n = min_n
         self._max_n = max_n
 
-    def catch_up(self, state: SequenceState) -> None:
+    def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Nothing hangs on the last step's tensors."""
 
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:

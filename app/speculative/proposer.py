@@ -38,11 +38,11 @@ class Verdict:
 class Proposer(Protocol):
     """Owns its drafter, the drafter's KV layers and what it remembers of each slot."""
 
-    def catch_up(self, state: SequenceState) -> None:
+    def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Computes what hangs on the last step's tensors, while all its slots are still there.
 
-        Called before a plan is applied: that step's tokens have left for their clients, and no block that it wrote
-        has changed hands.
+        Called before `plan`, the next one, is applied: the last step's tokens have left for their clients, and no
+        block that it wrote has changed hands.
         """
 
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:

@@ -6,68 +6,89 @@ import torch
 from app.engine.batch import Batch
 from app.engine.plan import StepPlan
 from app.engine.sequence_state import SequenceState
+from app.speculative.answer_memory import AnswerMemory
 from app.speculative.config import SuffixConfig
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
 from app.speculative.match_calibration import MatchCalibration
 from app.speculative.proposer import Drafts, Verdict
-from app.speculative.suffix import NOTHING, Continuation, continue_suffix, occurrences
+from app.speculative.suffix import Continuations, continue_sequences, endings
 
 
 class SuffixProposer:
-    """Looks every drafting sequence up in itself. What it would have drafted is judged by what the target says."""
+    """Looks every drafting sequence up in itself and, where there is a memory, in past answers of its owner.
 
-    def __init__(self, state: SequenceState) -> None:
-        self._state = state
-        self._calibration = MatchCalibration(len(state.num_tokens))
-        self._predicted: dict[int, Continuation] = {}  # by slot, of this step
+    The better of both is drafted. What either would have drafted is judged by what the target says.
+    """
 
-    def catch_up(self, state: SequenceState) -> None:
-        """Nothing hangs on the last step's tensors."""
+    def __init__(
+        self, state: SequenceState, memory: AnswerMemory | None = None, share_memory_across_keys: bool = False
+    ) -> None:
+        max_num_seqs = len(state.num_tokens)
+        self._memory = memory
+        self._owners = np.zeros_like(state.owners) if share_memory_across_keys else state.owners
+        self._own = MatchCalibration(max_num_seqs)
+        self._remembered = MatchCalibration(max_num_seqs)
+        self._predicted: list[tuple[MatchCalibration, Continuations]] = []  # of this step
+        self._rows = np.full(max_num_seqs, -1)  # by slot: its row in what was predicted; -1: none
+
+    def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
+        if self._memory is not None:
+            for slot in plan.finished_slots:
+                text = state.token_ids[slot, : state.num_tokens[slot]]
+                self._memory.remember(text, int(state.num_prompt_tokens[slot]), int(self._owners[slot]))
 
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         for sequence in plan.admitted:
-            self._calibration.admit(sequence.slot)
-        depth = max((scheduled.num_draft_tokens for scheduled in plan.scheduled), default=0)
-        token_ids = np.zeros((len(plan.scheduled), depth), dtype=np.int64)
-        acceptance = np.zeros((len(plan.scheduled), depth))
-        num_tokens = np.zeros(len(plan.scheduled), dtype=np.int64)
-        self._predicted = {}
-        for i, scheduled in enumerate(plan.scheduled):
-            if not scheduled.num_draft_tokens:
-                continue
-            draft = self._look_up(scheduled.slot, scheduled.num_draft_tokens)
-            num_tokens[i] = num = len(draft.token_ids)
-            if num:
-                token_ids[i, :num] = draft.token_ids
-                acceptance[i, :num] = self._calibration.probabilities(scheduled.slot, draft)
-                self._predicted[scheduled.slot] = draft
-        return Drafts(token_ids, num_tokens, acceptance=acceptance)
+            self._own.admit(sequence.slot)
+            self._remembered.admit(sequence.slot)
+        limits = np.array([scheduled.num_draft_tokens for scheduled in plan.scheduled], dtype=np.int64)
+        drafting, width = np.flatnonzero(limits), int(limits.max(initial=0))
+        self._forget_predictions()
+        drafts = Continuations.none(len(limits), width)
+        acceptance = np.zeros((len(limits), width))
+        if width:
+            slots = np.array([plan.scheduled[i].slot for i in drafting], dtype=np.int64)
+            self._rows[slots] = np.arange(len(slots))
+            for found, probabilities in self._look_up(state, slots, width):
+                better = probabilities.cumprod(axis=1).sum(axis=1) > acceptance[drafting].cumprod(axis=1).sum(axis=1)
+                chosen = drafting[better]
+                acceptance[chosen] = probabilities[better]
+                drafts.token_ids[chosen] = found.token_ids[better]
+                drafts.num_tokens[chosen] = np.minimum(found.num_tokens[better], limits[chosen])
+        return Drafts(drafts.token_ids, drafts.num_tokens, acceptance=acceptance)
 
     def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
-        for i, slot in enumerate(batch.slots.tolist()):
-            draft, num_emitted = self._predicted.get(slot), int(verdict.num_emitted[i])
-            if draft is None or not num_emitted:
-                continue
-            # Drafts beyond what was emitted were not judged: the run ended before them.
-            num = min(len(draft.token_ids), num_emitted)
-            agrees = draft.token_ids[:num] == verdict.emitted_token_ids[i, :num]
-            num_kept = num if agrees.all() else int(np.argmin(agrees))
-            self._calibration.observe(slot, draft.first(num), num_kept)
+        spoken = np.flatnonzero((self._rows[batch.slots] >= 0) & (verdict.num_emitted > 0))
+        slots = batch.slots[spoken]
+        for calibration, found in self._predicted:
+            emitted, num_emitted = verdict.emitted_token_ids[spoken], verdict.num_emitted[spoken]
+            calibration.observe(slots, found, self._rows[slots], emitted, num_emitted)
 
     def reset(self) -> None:
-        """Nothing of a slot is kept from step to step but its record, which a fault does not spoil."""
-        self._predicted = {}
+        """What is known of a slot is its record, which a fault does not spoil; the memory may hold its cause."""
+        self._forget_predictions()
+        if self._memory is not None:
+            self._memory.clear()
 
-    def _look_up(self, slot: int, num_tokens: int) -> Continuation:
-        text = self._state.token_ids[slot, : self._state.num_tokens[slot]]
-        ends = occurrences(text)
-        return continue_suffix(text, ends, text, num_tokens) if len(ends) else NOTHING
+    def _look_up(self, state: SequenceState, slots: np.ndarray, width: int) -> list[tuple[Continuations, np.ndarray]]:
+        """What each source has found for the sequences at `slots`, with the probabilities that it is kept."""
+        num_tokens = state.num_tokens[slots]
+        self._predicted = [(self._own, continue_sequences(state.token_ids, slots, num_tokens, width))]
+        if self._memory is not None:
+            suffixes = endings(state.token_ids, slots, num_tokens)
+            self._predicted.append((self._remembered, self._memory.look_up(suffixes, self._owners[slots], width)))
+        return [(found, calibration.probabilities(slots, found)) for calibration, found in self._predicted]
+
+    def _forget_predictions(self) -> None:
+        self._predicted = []
+        self._rows.fill(-1)
 
 
 def load(config: SuffixConfig, target: TargetContext) -> LoadedProposer:
     """Nothing to load: no weights, no KV."""
 
     def build(context: ProposerContext) -> SuffixProposer:
-        return SuffixProposer(context.state)
+        memory = AnswerMemory(config.memory_bytes) if config.memory_bytes else None
+        return SuffixProposer(context.state, memory, config.share_memory_across_keys)
 
     return LoadedProposer(kv_specs=[], build=build, soft_drafts=False, states_acceptance=True)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from app.engine_config import EngineConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+AUTOSCALING_POLICY = "app.serve.autoscaling:policy"
 
 
 class _Section(BaseModel):
@@ -30,13 +31,28 @@ class RayActorOptions(_Section):
 
 
 class AutoscalingConfig(_Section):
-    """Ray Serve's rule: replicas = ongoing requests / target_ongoing_requests, within the bounds."""
+    """Ray Serve's options and the targets of our policy, `app/serve/autoscaling.py`: load of one replica each.
+
+    The replicas that what is open takes up by requests, or by KV blocks and queued tokens, whichever is more.
+    """
 
     min_replicas: int = Field(default=1, ge=0)
     max_replicas: int = Field(default=4, ge=1)
     initial_replicas: int | None = Field(default=None, ge=0)
     target_ongoing_requests: float | None = Field(
         default=None, gt=0, description="Default: max_num_seqs, so that batches are full before a replica is added."
+    )
+    target_queued_tokens: float | None = Field(
+        default=None,
+        gt=0,
+        description="Tokens in the queues for each replica to add. Default: 4 x max_num_batched_tokens, the prompts of "
+        "four full steps: what is queued below that is computed sooner than a replica can load.",
+    )
+    target_kv_usage: float = Field(
+        default=0.8,
+        gt=0,
+        le=1,
+        description="Share of KV blocks at which a replica counts as full: near 1 sequences are preempted.",
     )
     upscale_delay_s: float = Field(default=30.0, ge=0)
     downscale_delay_s: float = Field(default=600.0, ge=0)
@@ -49,6 +65,12 @@ class AutoscalingConfig(_Section):
                 f"min_replicas is {self.min_replicas}, above max_replicas, {self.max_replicas}: lower the first"
             )
         return self
+
+    def serve_options(self) -> dict[str, Any]:
+        """For `autoscaling_config` of Ray Serve, once all targets are known."""
+        targets = {"target_queued_tokens", "target_kv_usage"}
+        policy = {"policy_function": AUTOSCALING_POLICY, "policy_kwargs": self.model_dump(include=targets)}
+        return {**self.model_dump(exclude_none=True, exclude=targets), "policy": policy}
 
 
 class DeploymentConfig(_Section):
@@ -64,10 +86,11 @@ class DeploymentConfig(_Section):
     max_ongoing_requests: int | None = Field(
         default=None, ge=1, description="Requests on their way to a replica. Default: twice what it can run and queue."
     )
-    graceful_shutdown_timeout_s: float = Field(
-        default=120.0,
+    graceful_shutdown_timeout_s: float | None = Field(
+        default=None,
         gt=0,
-        description="How long a replica that is taken away may finish its answers; then they are cut.",
+        description="How long a replica that is taken away may finish its answers; then they are cut. "
+        "Default: request_timeout_s, so that none is.",
     )
     health_check_period_s: float = Field(default=5.0, gt=0)
     health_check_timeout_s: float = Field(default=30.0, gt=0)
@@ -113,6 +136,9 @@ class AppConfig(EngineConfig):
     request_timeout_s: float = Field(
         default=1800.0, gt=0, description="A request that runs longer is ended with an error: nobody may be listening."
     )
+    log_stats_interval_s: float = Field(
+        default=10.0, ge=0, description="A line on throughput, queues and drafts in the replica's log; 0: none."
+    )
     deployment_config: DeploymentConfig = DeploymentConfig()
     ingress_config: IngressConfig = IngressConfig()
 
@@ -153,11 +179,18 @@ class AppConfig(EngineConfig):
         return self.deployment_config.max_ongoing_requests or 2 * (self.max_num_seqs + self.max_queued_requests)
 
     @property
+    def graceful_shutdown_timeout_s(self) -> float:
+        return self.deployment_config.graceful_shutdown_timeout_s or self.request_timeout_s
+
+    @property
     def autoscaling_config(self) -> AutoscalingConfig:
-        """With its default filled in; where `num_replicas` is given it has no say."""
+        """With its defaults filled in; where `num_replicas` is given it has no say."""
         given = self.deployment_config.autoscaling_config or AutoscalingConfig()
-        target = given.target_ongoing_requests or float(self.max_num_seqs)
-        return given.model_copy(update={"target_ongoing_requests": target})
+        targets = {
+            "target_ongoing_requests": given.target_ongoing_requests or float(self.max_num_seqs),
+            "target_queued_tokens": given.target_queued_tokens or 4.0 * self.max_num_batched_tokens,
+        }
+        return given.model_copy(update=targets)
 
     def check_user_config(self, user_config: UserConfig) -> None:
         """Raises ValueError for a draft length that this engine is not built for."""

@@ -27,7 +27,7 @@ def _ingress_options(args: AppConfig) -> dict[str, Any]:
         "num_replicas": ingress.num_replicas,
         # Above what all replicas take: the answer to overload is the replicas' to give, in OpenAI's form.
         "max_ongoing_requests": 2 * args.max_ongoing_requests * _max_replicas(args),
-        "graceful_shutdown_timeout_s": args.deployment_config.graceful_shutdown_timeout_s,
+        "graceful_shutdown_timeout_s": args.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": DRAIN_POLL_S,
         "ray_actor_options": {"num_cpus": ingress.num_cpus},
     }
@@ -38,7 +38,7 @@ def _target_options(args: AppConfig) -> dict[str, Any]:
     options: dict[str, Any] = {
         "max_ongoing_requests": args.max_ongoing_requests,
         "max_queued_requests": args.max_ongoing_requests,
-        "graceful_shutdown_timeout_s": deployment.graceful_shutdown_timeout_s,
+        "graceful_shutdown_timeout_s": args.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": DRAIN_POLL_S,
         "health_check_period_s": deployment.health_check_period_s,
         "health_check_timeout_s": deployment.health_check_timeout_s,
@@ -48,7 +48,7 @@ def _target_options(args: AppConfig) -> dict[str, Any]:
     if deployment.num_replicas is not None:
         options["num_replicas"] = deployment.num_replicas
     else:
-        options["autoscaling_config"] = args.autoscaling_config.model_dump(exclude_none=True)
+        options["autoscaling_config"] = args.autoscaling_config.serve_options()
     return options
 
 

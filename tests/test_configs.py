@@ -238,6 +238,15 @@ def test_build_scales_by_default(args: dict[str, object]) -> None:
     autoscaling = ingress.init_args[0]._bound_deployment._deployment_config.autoscaling_config
     assert (autoscaling.min_replicas, autoscaling.max_replicas) == (1, 4)
     assert autoscaling.target_ongoing_requests == 4
+    assert autoscaling.policy.policy_function == "app.serve.autoscaling:policy"
+    assert autoscaling.policy.policy_kwargs == {"target_queued_tokens": 8192.0, "target_kv_usage": 0.8}
+
+
+def test_a_replica_may_finish_its_longest_answer_before_it_goes(args: dict[str, object]) -> None:
+    assert AppConfig.model_validate(args).graceful_shutdown_timeout_s == 1800
+    assert AppConfig.model_validate(args | {"request_timeout_s": 60}).graceful_shutdown_timeout_s == 60
+    given = args | {"deployment_config": {"graceful_shutdown_timeout_s": 5}}
+    assert AppConfig.model_validate(given).graceful_shutdown_timeout_s == 5
 
 
 def test_a_port_that_is_taken_is_said_in_one_sentence(tmp_path: Path, args: dict[str, object]) -> None:

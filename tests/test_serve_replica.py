@@ -1,6 +1,7 @@
 """The replica's admission, cancellation, health and live changes, without Ray and without a model."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from app.engine.outputs import GenerationRequest, SequenceDelta
 from app.engine.sampling_params import SamplingParams
 from app.serve import target_replica
 from app.serve.messages import Refused
+from app.serve.metrics import ReplicaMetrics
 from app.serve.target_replica import TargetReplica
 from tests.helpers.stub_engine import StubEngine, factory_of
 
@@ -36,7 +38,7 @@ async def make_replica(engine: StubEngine) -> AsyncIterator[ReplicaFactory]:
 
     yield make
     for replica in replicas:
-        replica._sweeper.cancel()
+        replica.__del__()
 
 
 def request(name: str = "r", max_tokens: int = 3, n: int = 1) -> GenerationRequest:
@@ -182,6 +184,43 @@ async def test_health_is_the_engines(engine: StubEngine, make_replica: ReplicaFa
     engine.failure = RuntimeError("work is pending, and no step has finished for 61 s")
     with pytest.raises(RuntimeError, match="no step has finished"):
         await replica.check_health()
+
+
+async def test_requests_are_metered_by_how_they_end(
+    engine: StubEngine, make_replica: ReplicaFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: Counter[tuple[str, str]] = Counter()
+    monkeypatch.setattr(ReplicaMetrics, "add", lambda self, name, value, label="": told.update([(name, label)]))
+    replica = await make_replica(max_num_seqs=2, deployment_config={"max_queued_requests": 1})
+    await collect(replica, request("a", max_tokens=3, n=2), request("b"), request("too many"))
+    engine.failure = RuntimeError("the step loop failed")
+    await collect(replica, request("late"))
+    engine.failure = None
+    engine.steps_allowed.clear()
+    task = asyncio.create_task(collect(replica, request("gone")))
+    await until(lambda: "gone" in engine.open)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    told_of_requests = {key: num for key, num in told.items() if key[0].startswith("request")}
+    assert told_of_requests == {
+        ("request_success", "length"): 3,
+        ("request_success", "abort"): 1,
+        ("requests_refused", "overloaded"): 1,
+        ("requests_refused", "unavailable"): 1,
+        ("request_prompt_tokens", ""): 3,
+        ("request_generation_tokens", ""): 3,
+        ("request_time_per_output_token_seconds", ""): 3,
+    }
+
+
+async def test_autoscaling_is_told_of_queue_and_kv(engine: StubEngine, make_replica: ReplicaFactory) -> None:
+    engine.counts |= {"num_waiting_tokens": 300, "kv_usage": 0.5}
+    replica = await make_replica()
+    assert await replica.record_autoscaling_stats() == {}
+    async with asyncio.timeout(5):
+        while not (told := await replica.record_autoscaling_stats()):
+            await asyncio.sleep(0.005)
+    assert told == {"queued_tokens": 300.0, "kv_usage": 0.5}
 
 
 async def test_user_config_changes_the_draft_length(engine: StubEngine, make_replica: ReplicaFactory) -> None:

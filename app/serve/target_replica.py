@@ -12,7 +12,10 @@ from typing import Any, Protocol
 from app.config import AppConfig, UserConfig, starts_with_field
 from app.engine.outputs import GenerationRequest, SequenceDelta
 from app.engine.sampling_params import SamplingParams
+from app.serve.autoscaling import load_of
 from app.serve.messages import ModelDescription, Refused
+from app.serve.metrics import ReplicaMetrics
+from app.serve.stats_reporter import StatsReporter
 
 logger = logging.getLogger("ray.serve")
 
@@ -73,6 +76,8 @@ class TargetReplica:
         self._open: dict[str, _OpenRequest] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._sweeper: asyncio.Task[None] | None = None
+        self._reporter: StatsReporter | None = None
+        self._metrics = ReplicaMetrics(config.model_name)
         self._engine: Engine | None = None
         start = time.monotonic()
         try:
@@ -81,6 +86,7 @@ class TargetReplica:
             raise ValueError(f"{'args.' * starts_with_field(str(error))}{error}") from error
         await self._warm_up()
         self._sweeper = asyncio.create_task(self._sweep())
+        self._reporter = StatsReporter(self._engine.stats, self._metrics, config.log_stats_interval_s)
         logger.info("%s is loaded: %.1f s", config.model_name, time.monotonic() - start)
 
     async def reconfigure(self, user_config: Any) -> None:
@@ -100,7 +106,9 @@ class TargetReplica:
         """Each step's deltas; `Refused` in place of what cannot follow."""
         if request.request_id in self._aborted:
             return
+        meter = self._metrics.meter(request)
         if (refusal := self._refusal(request)) is not None:
+            meter.refuse(refusal.reason)
             yield refusal
             return
         task = asyncio.current_task()
@@ -110,18 +118,23 @@ class TargetReplica:
         deltas = self._running_engine.generate(request)
         try:
             async for step in deltas:
+                meter.observe(step)
                 yield step
         except asyncio.CancelledError:
             if not entry.timed_out:
                 raise
             task.uncancel()
+            meter.refuse("unavailable")
             message = f"the request has run for {self._config.request_timeout_s:g} s, the server's limit"
             yield Refused("unavailable", message)
         except ValueError as error:
+            meter.refuse("invalid")
             yield Refused("invalid", str(error))
         except RuntimeError as error:
+            meter.refuse("unavailable")
             yield Refused("unavailable", str(error))
         finally:
+            meter.close()
             del self._open[request.request_id]
             await deltas.aclose()  # type: ignore[attr-defined]
 
@@ -141,6 +154,10 @@ class TargetReplica:
         """The engine's counts, and the requests that are open here."""
         return {**await self._running_engine.stats(), "num_open_requests": len(self._open)}
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve hands to the autoscaling policy; never waits for a step."""
+        return load_of(self._reporter.latest if self._reporter is not None else {})
+
     async def check_health(self) -> None:
         """Serve's question, also the ingress's; raises where work is pending and no step finishes."""
         self._running_engine.check_health()
@@ -148,6 +165,8 @@ class TargetReplica:
     def __del__(self) -> None:
         if self._sweeper is not None:
             self._sweeper.cancel()
+        if self._reporter is not None:
+            self._reporter.close()
         if self._engine is not None:
             self._engine.shutdown()
 

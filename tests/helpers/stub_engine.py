@@ -7,6 +7,24 @@ from typing import Any
 
 from app.engine.outputs import GenerationRequest, SequenceDelta
 from app.serve.messages import ModelDescription
+from app.serve.metric_table import REFUSALS
+
+IDLE_STATS: dict[str, Any] = {
+    **dict.fromkeys(
+        [
+            *("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_finished", "num_failed", "num_aborted"),
+            *("num_running", "num_waiting", "num_waiting_tokens", "num_preemptions", "kv_usage"),
+            *("num_prefix_hit_tokens", "num_prefix_queried_tokens"),
+            *("schedule_s", "propose_s", "forward_s", "verify_s", "commit_s", "update_s"),
+            *("num_speculative_tokens", "num_drafted", "num_accepted", "num_verifications"),
+            *("num_drafter_faults", "num_drafter_restarts"),
+            *(f"num_refused_{reason}" for reason in REFUSALS),
+        ],
+        0,
+    ),
+    "accepted_per_position": [],
+    "drafted_per_position": [],
+}
 
 
 class StubEngine:
@@ -21,6 +39,7 @@ class StubEngine:
         self.num_speculative_tokens = 4
         self.failure: Exception | None = None
         self.was_shut_down = False
+        self.counts: dict[str, Any] = dict(IDLE_STATS)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
         if self.failure is not None:
@@ -45,7 +64,7 @@ class StubEngine:
                 self.aborted.append(request.request_id)
 
     async def stats(self) -> dict[str, Any]:
-        return {"num_running": len(self.open)}
+        return {**self.counts, "num_running": len(self.open)}
 
     async def set_num_speculative_tokens(self, num: int) -> None:
         self.num_speculative_tokens = num

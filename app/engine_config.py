@@ -22,7 +22,7 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int = Field(2048, ge=1, description="Rows of one forward pass, at most.")
     block_size: int = Field(16, ge=1, description="Tokens in a KV block.")
     kv_cache_memory: int | Literal["auto"] = Field(
-        "auto", description="Bytes for the KV pool. auto: what max_num_seqs contexts need, within free memory."
+        "auto", description="Bytes of each rank's KV pool. auto: what max_num_seqs contexts need, within free memory."
     )
     enable_prefix_caching: bool = True
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the model. Default: all cores.")
@@ -38,6 +38,20 @@ class EngineConfig(BaseModel):
             raise ValueError(
                 "expert_parallel is True, and tensor_parallel_size 1: one rank holds all experts; "
                 "remove the first or raise the second"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _draft_ranks_are_the_targets(self) -> "EngineConfig":
+        speculative, size = self.speculative_config, self.tensor_parallel_size
+        if speculative is None or speculative.method not in ("draft_model", "mtp"):
+            return self
+        draft_size = speculative.draft_tensor_parallel_size
+        allowed = (size,) if speculative.method == "mtp" else (1, size)
+        if draft_size is not None and draft_size not in allowed:
+            raise ValueError(
+                f"speculative_config.draft_tensor_parallel_size is {draft_size}, and tensor_parallel_size {size}: "
+                f"use {' or '.join(str(each) for each in sorted(set(allowed)))}"
             )
         return self
 

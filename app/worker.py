@@ -1,4 +1,4 @@
-"""One rank: the target, its drafter and the state of their sequences."""
+"""The rank that decides: the target, its drafter and the state of their sequences."""
 
 import logging
 import time
@@ -8,23 +8,25 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from app.engine.batch import Batch, build_batch
-from app.engine.logprobs import token_logprobs
+from app.engine.batch import Batch, commit_batch, step_batch
+from app.engine.logprobs import prompt_pieces, token_logprobs
 from app.engine.model_runner import ModelOutput, ModelRunner
 from app.engine.plan import SequenceResult, StepPlan, StepResult, StepTimings, TokenLogprobs
 from app.engine.sequence_state import SequenceState
 from app.speculative.controller import DraftLengthController
 from app.speculative.proposer import Drafts, Proposer, Verdict
+from app.speculative.step_decision import StepDecision
 from app.speculative.verifier import Verifier
+from models import parallel
 
 logger = logging.getLogger(__name__)
 
-_PROMPT_ROWS_AT_ONCE = 64
-"""Prompt rows whose logits live at once: those of a whole chunk would be larger than the model."""
-
 
 class Worker:
-    """Holds what a rank keeps between steps; `speculative_step` is its one hot method."""
+    """Rank 0, often the only one: decides what is drafted, accepted and said, and tells the others once a step.
+
+    `speculative_step` is its one hot method.
+    """
 
     def __init__(
         self,
@@ -46,6 +48,7 @@ class Worker:
         self.num_refused_drafts = dict.fromkeys(("controller", "proposer", "fault"), 0)  # of those that the plans allow
         self.num_drafter_restarts = 0
         self._fault_logged = False
+        self._last_verdict = Verdict.nothing()
 
     def speculative_step(self, plan: StepPlan) -> StepResult:
         """Propose, verify, reject, commit: one step of every scheduled sequence."""
@@ -54,19 +57,21 @@ class Worker:
         self.state.apply(plan)
         drafts, fault = self._propose(plan)
         drafter_fault = fault or drafter_fault
+        self._tell_followers(drafts)
         clock.lap("propose_s")
-        batch = self._lay_out(plan, drafts)
+        batch = step_batch(self.state, plan, drafts.token_ids, drafts.num_tokens, self.device)
         output = self.model_runner.forward(batch)
         clock.lap("forward_s")
         verdict = self.verifier.verify(output.logits, batch, drafts)
         clock.lap("verify_s")
         results = self._results(batch, output, verdict)
-        self._commit(batch, verdict)
+        commit_batch(self.state, batch, verdict.emitted_token_ids, verdict.num_emitted)
         drafter_fault = self._observe(batch, output, verdict) or drafter_fault
         clock.lap("commit_s")
         clock.timings.num_rows = batch.num_tokens
         if self.controller is not None:
             self.controller.observe(batch, verdict, clock.timings)
+        self._last_verdict = verdict
         return StepResult(plan.step_id, results, clock.timings, drafter_fault)
 
     def stats(self) -> dict[str, float]:
@@ -107,6 +112,10 @@ class Worker:
             self._refuse("fault", num_left, 0)
             return Drafts.none(len(plan.scheduled)), self._drafter_fault()
 
+    def _tell_followers(self, drafts: Drafts) -> None:
+        if parallel.tp_size() > 1:
+            parallel.tell(StepDecision.of(self._last_verdict, drafts).packed())
+
     def _refuse(self, reason: str, num_before: int, num_after: int) -> int:
         """Counts the drafts that `reason` leaves out, and returns how many are left."""
         self.num_refused_drafts[reason] += num_before - num_after
@@ -138,20 +147,6 @@ class Worker:
         self.proposer.reset()
         self.num_drafter_restarts += 1
         return fault
-
-    def _lay_out(self, plan: StepPlan, drafts: Drafts) -> Batch:
-        slots = np.array([s.slot for s in plan.scheduled], dtype=np.int64)
-        num_new_tokens = np.array([s.num_new_tokens for s in plan.scheduled], dtype=np.int64)
-        starts = self.state.num_computed_tokens[slots]
-        samples = starts + num_new_tokens == self.state.num_tokens[slots]
-        return build_batch(
-            self.state, slots, starts, num_new_tokens, drafts.token_ids, drafts.num_tokens, samples, self.device
-        )
-
-    def _commit(self, batch: Batch, verdict: Verdict) -> None:
-        for i, slot in enumerate(batch.slots.tolist()):
-            emitted = verdict.emitted_token_ids[i, : verdict.num_emitted[i]]
-            self.state.commit(slot, int(batch.num_new_tokens[i]), emitted)
 
     def _results(self, batch: Batch, output: ModelOutput, verdict: Verdict) -> list[SequenceResult]:
         emitted = verdict.emitted_token_ids.tolist()
@@ -185,26 +180,14 @@ class Worker:
 
     def _prompt_logprobs(self, batch: Batch, output: ModelOutput) -> dict[int, list[TokenLogprobs]]:
         """Logprobs of prompt tokens that follow this step's rows, where asked, by index in the batch."""
-        logprobs = {}
-        for i, slot in enumerate(batch.slots.tolist()):
-            params = self.state.sampling_params[slot]
-            if params is None or params.prompt_logprobs is None:
-                continue
-            start = int(self.state.num_computed_tokens[slot])
-            end = min(start + int(batch.num_new_tokens[i]), int(self.state.num_prompt_tokens[slot]) - 1)
-            first_row = int(batch.cu_seqlens_q[i]) - start
-            logprobs[i] = [
-                entry
-                for piece in range(start, end, _PROMPT_ROWS_AT_ONCE)
-                for entry in token_logprobs(
-                    self.model_runner.logits(
-                        output.hidden_states,
-                        first_row + np.arange(piece, min(piece + _PROMPT_ROWS_AT_ONCE, end), dtype=np.int64),
-                    ),
-                    self.state.token_ids[slot, piece + 1 : min(piece + _PROMPT_ROWS_AT_ONCE, end) + 1],
-                    params.prompt_logprobs,
-                )
-            ]
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for piece in prompt_pieces(self.state, batch):
+            params = self.state.sampling_params[batch.slots[piece.index]]
+            assert params is not None
+            assert params.prompt_logprobs is not None
+            logits = self.model_runner.logits(output.hidden_states, piece.rows)
+            entries = token_logprobs(logits, piece.token_ids, params.prompt_logprobs)
+            logprobs.setdefault(piece.index, []).extend(entries)
         return logprobs
 
 

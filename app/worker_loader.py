@@ -1,4 +1,4 @@
-"""From a configuration to a worker: target, drafter, KV pool, in the order in which their sizes become known."""
+"""From a configuration to a rank: target, drafter, KV pool, in the order in which their sizes become known."""
 
 import logging
 from dataclasses import dataclass
@@ -10,18 +10,21 @@ from transformers import PreTrainedTokenizerFast
 from app.engine.kv_cache import KVCache, block_bytes
 from app.engine.kv_sizing import StepShape, available_memory, plan_num_blocks
 from app.engine.logits_processor import LogitsProcessor
-from app.engine.model_runner import CausalLM as Network
 from app.engine.model_runner import ModelRunner
 from app.engine.sampler import Sampler
 from app.engine.sequence_state import SequenceState
 from app.engine_config import EngineConfig
+from app.follower import Follower
 from app.speculative.controller import DraftLengthController, calibrate
 from app.speculative.cost_model import CostModel
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
+from app.speculative.proposer import Drafts, Verdict
 from app.speculative.registry import load_proposer
+from app.speculative.step_decision import StepDecision
 from app.speculative.verifier import Verifier
 from app.worker import Worker
 from kernels.packed_weight import BlockScaledWeight, PackedWeight
+from models import parallel
 from models.causal_lm import CausalLM
 from models.checkpoint import resolve_checkpoint
 from models.config import read_model_config
@@ -50,55 +53,94 @@ class LoadedModel:
     weight_bytes: int  # of the target, read once a step
 
 
-def load_worker(config: EngineConfig, progress: bool) -> tuple[Worker, LoadedModel]:
-    """Loads what `config` names, with bars where `progress`.
+@dataclass(frozen=True)
+class _Networks:
+    """What a rank has loaded, and the KV pool of all its layers: the target's first, then the drafter's."""
+
+    model: CausalLM
+    loaded_proposer: LoadedProposer | None
+    pool: KVCache
+    max_model_len: int
+
+
+def load_worker(config: EngineConfig, progress: bool, num_ranks_on_host: int = 1) -> tuple[Worker, LoadedModel]:
+    """Loads what `config` names, with bars where `progress`, as the only rank or as rank 0 of this process's group.
 
     Raises ValueError for what cannot be honoured, before any weight is read where that can be told.
     """
     check_ranks(config)
-    device = select_device(config.device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     folder = resolve_checkpoint(config.model, progress, DTYPES.get(config.dtype))
-    model_config = read_model_config(folder)
-    max_model_len = served_context(config, model_config)
-    tokenizer = load_tokenizer(folder)
-
-    model = load_model(folder, DTYPES.get(config.dtype), device, progress, max_model_len)
-    loaded_proposer = load_proposer(
-        config.speculative_config,
-        TargetContext(folder, model, model.config, tokenizer, max_model_len, model.config.dtype, device, progress),
-    )
-    target_specs = model.kv_specs()
-    drafter_specs = loaded_proposer.kv_specs if loaded_proposer is not None else []
-    shape = step_shape(config, model_config, max_model_len, loaded_proposer)
-    num_blocks = plan_num_blocks(
-        None if config.kv_cache_memory == "auto" else config.kv_cache_memory,
-        available_memory(device),
-        block_bytes(target_specs + drafter_specs, config.block_size),
-        config.block_size,
-        shape,
-    )
-    pool = KVCache(target_specs + drafter_specs, num_blocks, config.block_size, device)
+    model_config, tokenizer = read_model_config(folder), load_tokenizer(folder)
+    networks = _load_networks(config, folder, tokenizer, progress, num_ranks_on_host)
+    proposer, pool = networks.loaded_proposer, networks.pool
     logger.info(
         "KV pool: %d blocks of %d tokens, %.0f MiB; context %d tokens",
-        num_blocks,
-        config.block_size,
-        num_blocks * block_bytes(target_specs + drafter_specs, config.block_size) / 2**20,
-        max_model_len,
+        pool.num_blocks,
+        pool.block_size,
+        pool.num_bytes / 2**20,
+        networks.max_model_len,
     )
-
-    worker = build_worker(config, model, loaded_proposer, pool, max_model_len)
+    worker = build_worker(config, networks.model, proposer, pool, networks.max_model_len)
     return worker, LoadedModel(
         folder=folder,
         tokenizer=tokenizer,
         eos_token_ids=model_config.eos_token_ids,
         vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        num_lookahead_tokens=loaded_proposer.num_lookahead_tokens if loaded_proposer is not None else 0,
-        weight_bytes=weight_bytes(model),
+        max_model_len=networks.max_model_len,
+        num_blocks=pool.num_blocks,
+        num_lookahead_tokens=proposer.num_lookahead_tokens if proposer is not None else 0,
+        weight_bytes=weight_bytes(networks.model),
     )
+
+
+def load_follower(config: EngineConfig, num_ranks_on_host: int) -> Follower:
+    """Loads another rank's shares of what `load_worker` loads, in step with it.
+
+    Raises ValueError as `load_worker` does.
+    """
+    assert parallel.tp_rank() > 0
+    assert parallel.tp_size() == config.tensor_parallel_size
+    folder = resolve_checkpoint(config.model, False, DTYPES.get(config.dtype))
+    networks = _load_networks(config, folder, load_tokenizer(folder), False, num_ranks_on_host)
+    model, proposer, pool = networks.model, networks.loaded_proposer, networks.pool
+    num_layers, speculative = len(model.kv_specs()), config.speculative_config
+    drafter = None
+    if proposer is not None:
+        assert proposer.follow is not None, "rank 0 drafts alone"
+        drafter = proposer.follow(pool.layers[num_layers:])
+    state = SequenceState(config.max_num_seqs, networks.max_model_len, config.block_size)
+    follower = Follower(state, ModelRunner(model, pool.layers[:num_layers]), drafter, pool.device)
+    if speculative is not None and speculative.num_speculative_tokens == "auto":
+        calibrate_target(config, follower.model_runner)
+    follower.await_decision()  # rank 0 has calibrated, and built, all that is its own
+    return follower
+
+
+def _load_networks(
+    config: EngineConfig, folder: Path, tokenizer: PreTrainedTokenizerFast, progress: bool, num_ranks_on_host: int
+) -> _Networks:
+    device = select_device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    model_config = read_model_config(folder)
+    max_model_len = served_context(config, model_config)
+    model = load_model(folder, DTYPES.get(config.dtype), device, progress, max_model_len)
+    speculative, loaded_proposer = config.speculative_config, None
+    if speculative is not None and (parallel.tp_rank() == 0 or speculative.shares_drafter(parallel.tp_size())):
+        target = TargetContext(
+            folder, model, model.config, tokenizer, max_model_len, model.config.dtype, device, progress
+        )
+        loaded_proposer = load_proposer(speculative, target)
+    specs = model.kv_specs() + (loaded_proposer.kv_specs if loaded_proposer is not None else [])
+    num_blocks = plan_num_blocks(
+        None if config.kv_cache_memory == "auto" else config.kv_cache_memory,
+        available_memory(device, num_ranks_on_host),
+        block_bytes(specs, config.block_size),
+        config.block_size,
+        step_shape(config, model_config, max_model_len, loaded_proposer),
+    )
+    pool = KVCache(specs, parallel.least(num_blocks), config.block_size, device)
+    return _Networks(model, loaded_proposer, pool, max_model_len)
 
 
 def build_worker(
@@ -125,6 +167,8 @@ def build_worker(
         )
         if speculative.num_speculative_tokens == "auto":
             controller = load_controller(config, model, loaded_proposer, pool)
+    if parallel.tp_size() > 1:
+        parallel.tell(StepDecision.of(Verdict.nothing(), Drafts.none(0)).packed())
     return Worker(
         state=state,
         model_runner=ModelRunner(model, pool.layers[:num_layers]),
@@ -141,24 +185,33 @@ def load_controller(
 ) -> DraftLengthController:
     """Times passes of the target, and of the drafter if there is one, to start the controller's cost models."""
     assert config.speculative_config is not None
-    num_layers = len(model.kv_specs())
-
-    def cost(network: Network, kv_layers: list[tuple[torch.Tensor, ...]], most_rows: int) -> CostModel:
-        rows = [2**power for power in range(most_rows.bit_length()) if 2**power <= most_rows]
-        return calibrate(ModelRunner(network, kv_layers).time_pass, rows)
-
-    most_rows = min(config.max_num_batched_tokens, CALIBRATED_ROWS)
-    draft_cost = None
+    num_layers, draft_cost = len(model.kv_specs()), None
+    pass_cost = calibrate_target(config, ModelRunner(model, pool.layers[:num_layers]))
     if proposer.drafter is not None:
-        draft_cost = cost(proposer.drafter, pool.layers[num_layers:], min(most_rows, max(config.max_num_seqs, 2)))
+        most_rows = min(_calibrated_rows(config), max(config.max_num_seqs, 2))
+        draft_cost = _calibrate(ModelRunner(proposer.drafter, pool.layers[num_layers:]), most_rows)
     return DraftLengthController(
         config.max_num_seqs,
         config.speculative_config.draft_limit,
-        cost(model, pool.layers[:num_layers], max(most_rows, 2)),
+        pass_cost,
         draft_cost,
         proposer.states_acceptance,
         proposer.first_pass_is_due,
     )
+
+
+def calibrate_target(config: EngineConfig, model_runner: ModelRunner) -> CostModel:
+    """What a pass of the target costs; every rank must run it."""
+    return _calibrate(model_runner, max(_calibrated_rows(config), 2))
+
+
+def _calibrated_rows(config: EngineConfig) -> int:
+    return min(config.max_num_batched_tokens, CALIBRATED_ROWS)
+
+
+def _calibrate(model_runner: ModelRunner, most_rows: int) -> CostModel:
+    rows = [2**power for power in range(most_rows.bit_length()) if 2**power <= most_rows]
+    return calibrate(model_runner.time_pass, rows)
 
 
 def weight_bytes(model: CausalLM) -> int:
@@ -174,11 +227,11 @@ def weight_bytes(model: CausalLM) -> int:
 
 
 def check_ranks(config: EngineConfig) -> None:
-    """Raises ValueError where one rank is not enough: a replica has no more yet."""
-    if config.tensor_parallel_size > 1:
+    """Raises ValueError where the configuration asks for other ranks than this process is one of."""
+    if config.tensor_parallel_size != parallel.tp_size():
         raise ValueError(
-            f"tensor_parallel_size is {config.tensor_parallel_size}, and a replica runs the model in one rank: use 1; "
-            "`python -m app.plan` says what several ranks would hold"
+            f"tensor_parallel_size is {config.tensor_parallel_size}, and an engine outside Ray Serve has one rank: "
+            "use 1, or serve it with `serve run`"
         )
 
 

@@ -179,7 +179,7 @@ def grouped_linear(
     weight: Weight,  # [G, N, K], of x's dtype
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:  # [R, N]
-    """Every group's rows times its own weight; groups without rows cost nothing, and rows of no group stay undefined."""
+    """Every group's rows times its own weight; groups without rows cost nothing. Rows of no group stay undefined."""
     return _backend(x).grouped_linear(x, group_sizes, weight, out_dtype)
 
 

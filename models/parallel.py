@@ -23,7 +23,9 @@ class TensorParallelGroup:
     expert_parallel: bool = False  # a rank holds some experts whole, in place of a share of every expert
 
 
-_group = TensorParallelGroup()
+ALONE = TensorParallelGroup()
+
+_group = ALONE
 
 
 def set_tensor_parallel_group(group: TensorParallelGroup) -> None:

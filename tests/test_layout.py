@@ -26,6 +26,7 @@ LAYERS = {
     "app.async_engine": 4,
     "app.executor": 4,
     "app.worker": 4,
+    "app.follower": 4,
     "app.worker_loader": 4,
     "app.engine_config": 4,
     "app.api": 5,

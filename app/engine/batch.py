@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from app.engine.plan import StepPlan
 from app.engine.sequence_state import SequenceState
 from kernels.metadata import AttentionMetadata
 
@@ -35,6 +36,32 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return int(self.cu_seqlens_q[-1])
+
+
+def step_batch(
+    state: SequenceState,
+    plan: StepPlan,
+    draft_token_ids: np.ndarray,  # [num_seqs, k] int64; entries past a sequence's drafts are not read
+    num_draft_tokens: np.ndarray,  # [num_seqs] int64, at most k
+    device: torch.device,
+) -> Batch:
+    """Lays out the plan's batch, with drafts where they are to be verified."""
+    slots = np.array([scheduled.slot for scheduled in plan.scheduled], dtype=np.int64)
+    num_new_tokens = np.array([scheduled.num_new_tokens for scheduled in plan.scheduled], dtype=np.int64)
+    starts = state.num_computed_tokens[slots]
+    samples = starts + num_new_tokens == state.num_tokens[slots]
+    return build_batch(state, slots, starts, num_new_tokens, draft_token_ids, num_draft_tokens, samples, device)
+
+
+def commit_batch(
+    state: SequenceState,
+    batch: Batch,
+    emitted_token_ids: np.ndarray,  # [num_seqs, 1 + k] int64; entries past num_emitted are not read
+    num_emitted: np.ndarray,  # [num_seqs] int64
+) -> None:
+    """Moves every sequence of a step past it."""
+    for i, slot in enumerate(batch.slots.tolist()):
+        state.commit(slot, int(batch.num_new_tokens[i]), emitted_token_ids[i, : num_emitted[i]])
 
 
 def build_batch(

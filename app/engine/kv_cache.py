@@ -22,6 +22,10 @@ class KVCache:
             for spec in specs
         ]
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer)
+
 
 def block_bytes(specs: list[LayerKVSpec], block_size: int) -> int:
     """Bytes of one block over all layers."""

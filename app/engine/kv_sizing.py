@@ -63,12 +63,12 @@ def plan_num_blocks(
     return num_blocks
 
 
-def available_memory(device: torch.device) -> int:
-    """Bytes that a KV pool may take on `device`, now that the weights are there."""
+def available_memory(device: torch.device, num_ranks_on_host: int = 1) -> int:
+    """Bytes that a KV pool may take on `device`, now that the weights are there. Ranks share the host's memory."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(int(free - (1 - CUDA_SHARE) * total), 0)
-    return int(CPU_SHARE * _available_host_memory())
+    return int(CPU_SHARE * _available_host_memory() / num_ranks_on_host)
 
 
 def _available_host_memory() -> int:

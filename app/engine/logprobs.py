@@ -1,12 +1,17 @@
 """Logprobs of tokens, judged before any processing of the logits."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
+from app.engine.batch import Batch
 from app.engine.plan import TokenLogprobs
+from app.engine.sequence_state import SequenceState
 
 _ROWS_AT_ONCE = 64
-"""Rows whose fp32 copies live at once: a whole prompt chunk's would be larger than the model."""
+"""Rows whose logits live at once: those of a whole prompt chunk would be larger than the model."""
 
 
 def token_logprobs(
@@ -34,3 +39,29 @@ def _some_rows(logits: torch.Tensor, token_ids: np.ndarray, num_top: int) -> lis
         for ids, values in zip(top_token_ids.tolist(), top_logprobs, strict=True)
     ]
     return [TokenLogprobs(*entry) for entry in zip(token_ids.tolist(), logprobs, ranks, tops, strict=True)]
+
+
+@dataclass(frozen=True)
+class PromptPiece:
+    """Some of a batch's rows whose logits are wanted, and the prompt tokens that follow them."""
+
+    index: int  # of the sequence in the batch
+    rows: np.ndarray  # [n] int64
+    token_ids: np.ndarray  # [n] int64
+
+
+def prompt_pieces(state: SequenceState, batch: Batch) -> Iterator[PromptPiece]:
+    """What a step that is not committed yet owes to requests for `prompt_logprobs`.
+
+    Every rank must compute the logits of each piece, in this order.
+    """
+    for i, slot in enumerate(batch.slots.tolist()):
+        params = state.sampling_params[slot]
+        if params is None or params.prompt_logprobs is None:
+            continue
+        start = int(state.num_computed_tokens[slot])
+        end = min(start + int(batch.num_new_tokens[i]), int(state.num_prompt_tokens[slot]) - 1)
+        first_row = int(batch.cu_seqlens_q[i]) - start
+        for position in range(start, end, _ROWS_AT_ONCE):
+            positions = np.arange(position, min(position + _ROWS_AT_ONCE, end), dtype=np.int64)
+            yield PromptPiece(i, first_row + positions, state.token_ids[slot, positions + 1])

@@ -30,6 +30,10 @@ class _MethodConfig(BaseModel):
         number = self.num_speculative_tokens
         return self.max_num_speculative_tokens if number == "auto" else number
 
+    def shares_drafter(self, tensor_parallel_size: int) -> bool:
+        """Each of the target's ranks holds a share of the drafter; else rank 0 drafts alone."""
+        return False
+
     @model_validator(mode="after")
     def _one_number(self) -> Self:
         if self.num_speculative_tokens != "auto" and "max_num_speculative_tokens" in self.model_fields_set:
@@ -89,6 +93,12 @@ class DraftModelConfig(_MethodConfig):
 
     method: Literal["draft_model"]
     model: str = Field(description="Folder, hub id or .gguf file of the draft model.")
+    draft_tensor_parallel_size: int = Field(
+        1, ge=1, description="Ranks that share the draft model: 1, which is rank 0, or as many as share the target."
+    )
+
+    def shares_drafter(self, tensor_parallel_size: int) -> bool:
+        return self.draft_tensor_parallel_size == tensor_parallel_size
 
 
 class MTPConfig(_MethodConfig):
@@ -96,6 +106,13 @@ class MTPConfig(_MethodConfig):
 
     method: Literal["mtp"]
     max_num_speculative_tokens: DraftCount = Field(3, description="The most that auto may choose.")
+    draft_tensor_parallel_size: int | None = Field(
+        None, ge=1, description="Ranks that share the modules: as many as share the target, whose tensors they read."
+    )
+
+    def shares_drafter(self, tensor_parallel_size: int) -> bool:
+        """Modules read the target's hidden states, embedding and head, of which every rank has its share."""
+        return True
 
 
 SpeculativeConfig = Annotated[SuffixConfig | NgramConfig | DraftModelConfig | MTPConfig, Field(discriminator="method")]

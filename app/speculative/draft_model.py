@@ -1,5 +1,7 @@
 """Drafts of a smaller causal language model with the target's vocabulary."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -11,8 +13,10 @@ from app.engine.sequence_state import SequenceState
 from app.speculative.config import DraftModelConfig
 from app.speculative.draft_chain import draw_chain
 from app.speculative.drafter_kv import DrafterKV
+from app.speculative.led_drafter import DrafterFollower, LedDraftModel, LoneDraftModel
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
 from app.speculative.proposer import Drafts, Verdict
+from models import parallel
 from models.checkpoint import resolve_checkpoint
 from models.loader import load_model
 from models.tokenizer import load_tokenizer
@@ -141,14 +145,31 @@ def load(config: DraftModelConfig, target: TargetContext) -> LoadedProposer:
     """
     folder = resolve_checkpoint(config.model, target.progress, target.dtype)
     check_same_vocabulary(target.tokenizer, load_tokenizer(folder))
-    # Rotary tables for the served context: a draft checkpoint often states a shorter one.
-    model = load_model(folder, target.dtype, target.device, target.progress, target.max_model_len)
+    has_ranks = parallel.tp_size() > 1
+    is_whole = has_ranks and config.draft_tensor_parallel_size == 1
+    with parallel.tensor_parallel_group(parallel.ALONE) if is_whole else nullcontext():
+        # Rotary tables for the served context: a draft checkpoint often states a shorter one.
+        model = load_model(folder, target.dtype, target.device, target.progress, target.max_model_len)
+    network: CausalLM = model
+    if has_ranks:
+        network = LoneDraftModel(model) if is_whole else LedDraftModel(model)
     vocab_sizes = (model.config.vocab_size, target.model_config.vocab_size)
+
+    def follow(kv_layers: list[tuple[torch.Tensor, ...]]) -> DrafterFollower:
+        return DrafterFollower(
+            lambda each: model(each.token_ids, each.positions, kv_layers, each.attention),
+            lambda _, hidden_states: model.compute_logits(hidden_states),
+            model.config.hidden_size,
+            target.dtype,
+            target.device,
+        )
+
     return LoadedProposer(
         model.kv_specs(),
-        lambda context: DraftModelProposer(model, *vocab_sizes, context),
+        lambda context: DraftModelProposer(network, *vocab_sizes, context),
         soft_drafts=True,
-        drafter=model,
+        drafter=network,
+        follow=None if is_whole else follow,
     )
 
 

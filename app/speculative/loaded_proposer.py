@@ -11,6 +11,7 @@ from app.engine.model_runner import CausalLM
 from app.engine.sampler import Sampler
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import VerificationMode
+from app.speculative.led_drafter import DrafterFollower
 from app.speculative.proposer import Proposer
 from models.causal_lm import CausalLM as LoadedModel
 from models.kv_spec import LayerKVSpec
@@ -55,5 +56,8 @@ class LoadedProposer:
     drafter: CausalLM | None = None  # whose passes drafts cost; None: they are as good as free
     first_pass_is_due: bool = (
         False  # it keeps up with the target in every step: its first pass comes with or without drafts
+    )
+    follow: Callable[[list[tuple[torch.Tensor, ...]]], DrafterFollower] | None = (
+        None  # over the pools of `kv_specs`, on ranks that share the drafter; None: rank 0 has it alone
     )
     num_lookahead_tokens: int = 0  # tokens after a block that the drafter's KV in it depends on

@@ -22,9 +22,11 @@ from app.engine.sequence_state import SequenceState
 from app.speculative.config import MTPConfig
 from app.speculative.draft_chain import draw_chain
 from app.speculative.drafter_kv import DrafterKV
+from app.speculative.led_drafter import DrafterFollower, DrafterPass, LedMTP
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
 from app.speculative.proposer import Drafts, Verdict
 from kernels.metadata import AttentionMetadata
+from models import parallel
 from models.drafters.deepseek_mtp import DeepseekMTP, load_mtp
 
 logger = logging.getLogger(__name__)
@@ -238,11 +240,25 @@ def load(config: MTPConfig, target: TargetContext) -> LoadedProposer:
             config.draft_limit,
             modules.num_modules,
         )
+    network = LedMTP(modules) if parallel.tp_size() > 1 else modules
+    hidden_size = target.model_config.hidden_size
+
+    def follow(kv_layers: list[tuple[torch.Tensor, ...]]) -> DrafterFollower:
+        def run(each: DrafterPass) -> torch.Tensor:
+            assert each.hidden_states is not None
+            kv_layer = kv_layers[each.module_index]
+            return modules(
+                each.module_index, each.token_ids, each.hidden_states, each.positions, kv_layer, each.attention
+            )
+
+        return DrafterFollower(run, modules.logits, hidden_size, target.dtype, target.device)
+
     return LoadedProposer(
         modules.kv_specs(),
-        lambda context: MTPProposer(modules, context),
+        lambda context: MTPProposer(network, context),
         soft_drafts=True,
-        drafter=_FirstModule(modules, target.model_config.hidden_size, target.dtype),
+        drafter=_FirstModule(network, hidden_size, target.dtype),
+        follow=follow,
         first_pass_is_due=True,
         num_lookahead_tokens=modules.num_modules,
     )

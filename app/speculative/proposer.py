@@ -34,6 +34,12 @@ class Verdict:
     num_accepted: np.ndarray  # [num_seqs] int64
     failed: np.ndarray  # [num_seqs] bool: a logits row up to the first rejection was not usable (NaN, or all -inf)
 
+    @staticmethod
+    def nothing() -> "Verdict":
+        """On no sequence: what stands before the first step."""
+        none = np.zeros(0, dtype=np.int64)
+        return Verdict(np.zeros((0, 1), dtype=np.int64), none, none, none.astype(bool))
+
 
 class Proposer(Protocol):
     """Owns its drafter, the drafter's KV layers and what it remembers of each slot."""

@@ -1,0 +1,79 @@
+"""An engine over ranks that are processes of this machine: what the gang of actors does, without Ray."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from app.engine.plan import StepPlan, StepResult
+from app.engine_config import EngineConfig
+from app.executor import PendingStep
+from app.llm_engine import LLMEngine
+from app.worker import Worker
+from app.worker_loader import load_follower, load_worker
+from models.parallel import TensorParallelGroup, set_tensor_parallel_group
+
+
+class RankExecutor:
+    """Rank 0 in this process; plans reach the others as objects of the process group."""
+
+    max_in_flight = 1
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    def submit(self, plan: StepPlan) -> PendingStep:
+        return partial(self._step, plan)
+
+    def stats(self) -> dict[str, float]:
+        return self.worker.stats()
+
+    def shutdown(self) -> None:
+        dist.broadcast_object_list([None])
+
+    def _step(self, plan: StepPlan) -> StepResult:
+        dist.broadcast_object_list([plan])
+        return self.worker.speculative_step(plan)
+
+
+def run_ranks(num_ranks: int, work: Path, configs: list[dict[str, Any]], use: Callable[[LLMEngine], Any]) -> list[Any]:
+    """What `use`, a function of a module, returns for an engine of each configuration; each of `num_ranks` ranks."""
+    mp.spawn(_run_rank, (num_ranks, work, configs, use), nprocs=num_ranks)
+    return torch.load(work / "results.pt", weights_only=False)
+
+
+def _run_rank(
+    rank: int, num_ranks: int, work: Path, configs: list[dict[str, Any]], use: Callable[[LLMEngine], Any]
+) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(work / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    results = []
+    try:
+        for fields in configs:
+            config = EngineConfig(tensor_parallel_size=num_ranks, **fields)
+            world = dist.group.WORLD
+            set_tensor_parallel_group(TensorParallelGroup(rank, num_ranks, world, world, config.expert_parallel))
+            if rank == 0:
+                worker, loaded = load_worker(config, progress=False, num_ranks_on_host=num_ranks)
+                engine = LLMEngine.from_executor(config, RankExecutor(worker), loaded)
+                results.append(use(engine))
+                engine.shutdown()
+            else:
+                follower = load_follower(config, num_ranks_on_host=num_ranks)
+                while (plan := _next_plan()) is not None:
+                    follower.speculative_step(plan)
+        if rank == 0:
+            torch.save(results, work / "results.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def _next_plan() -> StepPlan | None:
+    plans: list[StepPlan | None] = [None]
+    dist.broadcast_object_list(plans)
+    return plans[0]

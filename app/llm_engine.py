@@ -3,23 +3,23 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tqdm import tqdm
-
 from app.engine.block_manager import BlockManager
 from app.engine.output_collector import OutputCollector
 from app.engine.outputs import GenerationRequest, RequestOutput, SequenceDelta
-from app.engine.plan import StepTimings
+from app.engine.plan import StepPlan, StepTimings
+from app.engine.progress_bar import ProgressBar
 from app.engine.run_scanner import RunScanner
 from app.engine.sampling_params import SamplingParams
-from app.engine.scheduler import Scheduler, SchedulerLimits
+from app.engine.scheduler import Scheduler
+from app.engine.scheduler_limits import SchedulerLimits
 from app.engine.sequence import Sequence
 from app.engine_config import EngineConfig
-from app.executor import Executor, LocalExecutor
+from app.executor import Executor, LocalExecutor, PendingStep
 from app.speculative.acceptance_watch import AcceptanceWatch
 from app.speculative.draft_length import FixedDraftLength
 from app.worker_loader import LoadedModel, load_worker
@@ -102,6 +102,7 @@ class LLMEngine:
         self.totals = EngineTotals()
         self._acceptance_watch = AcceptanceWatch()
         self._requests: dict[str, list[Sequence]] = {}
+        self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._request_numbers = itertools.count()
 
     @property
@@ -146,13 +147,21 @@ class LLMEngine:
         return bool(sequences)
 
     def step(self) -> list[SequenceDelta]:
-        """One speculative step of everything that is scheduled; what it added to each sequence."""
+        """One speculative step of everything that is scheduled; what it added to each sequence.
+
+        Further plans are on their way, up to the executor's `max_in_flight`, before the oldest one's result is taken.
+        """
         start = time.perf_counter()
-        plan = self.scheduler.schedule()
-        if plan is None:
+        while len(self._in_flight) < self.executor.max_in_flight:
+            plan = self.scheduler.schedule()
+            if plan is None:
+                break
+            self._in_flight.append((plan, self.executor.submit(plan)))
+        if not self._in_flight:
             return []
         scheduled = time.perf_counter()
-        result = self.executor.submit(plan)()
+        plan, pending_step = self._in_flight.popleft()
+        result = pending_step()
         executed = time.perf_counter()
         deltas = self.scheduler.update(plan, result)
         for delta in deltas:
@@ -175,7 +184,7 @@ class LLMEngine:
         try:
             for request in requests:
                 self.add_request(request)
-            with _Progress(len(requests), enabled=use_tqdm) as progress:
+            with ProgressBar(len(requests), enabled=use_tqdm) as progress:
                 while any(not collector.finished for collector in collectors.values()):
                     deltas = self.step()
                     for delta in deltas:
@@ -225,9 +234,10 @@ class LLMEngine:
         self.draft_length.num_speculative_tokens = num
 
     def shutdown(self) -> None:
-        """Aborts what is open and lets the executor go."""
+        """Aborts what is open, drops the plans that are out and lets the executor go."""
         for request_id in list(self._requests):
             self.abort_request(request_id)
+        self._in_flight.clear()
         self.executor.shutdown()
 
     def _account(self, delta: SequenceDelta) -> None:
@@ -287,26 +297,3 @@ class LLMEngine:
             self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
             for prompt in cast(Sequences[Prompt], prompts)
         ]
-
-
-class _Progress:
-    """Finished requests on a bar, with the rate of new tokens."""
-
-    def __init__(self, num_requests: int, enabled: bool) -> None:
-        self._bar = tqdm(total=num_requests, desc="Generating", unit="request", disable=not enabled)
-        self._num_tokens = 0
-        self._start = time.perf_counter()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def advance(self, deltas: list[SequenceDelta], request_finished: Callable[[str], bool]) -> None:
-        self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
-        finished = {delta.request_id for delta in deltas if delta.finished and request_finished(delta.request_id)}
-        if finished:
-            rate = self._num_tokens / (time.perf_counter() - self._start)
-            self._bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-            self._bar.update(len(finished))

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from app.engine.scheduler import SchedulerLimits
+from app.engine.scheduler_limits import SchedulerLimits
 from tests.helpers.scripted_engine import MAX_TOKENS, VOCAB_SIZE, ScriptedEngine, continuation, no_drafts, uneven_drafts
 
 PROMPTS = [

@@ -59,9 +59,15 @@ def commit_batch(
     emitted_token_ids: np.ndarray,  # [num_seqs, 1 + k] int64; entries past num_emitted are not read
     num_emitted: np.ndarray,  # [num_seqs] int64
 ) -> None:
-    """Moves every sequence of a step past it."""
+    """Moves every sequence of a step past it.
+
+    One that was to emit and did not has failed. It ends, but a plan that is out already may ask for its last token
+    once more, which therefore stays to be computed.
+    """
+    has_failed = (batch.num_logits_rows > 0) & (num_emitted == 0)
+    num_computed = batch.num_new_tokens - has_failed
     for i, slot in enumerate(batch.slots.tolist()):
-        state.commit(slot, int(batch.num_new_tokens[i]), emitted_token_ids[i, : num_emitted[i]])
+        state.commit(slot, int(num_computed[i]), emitted_token_ids[i, : num_emitted[i]])
 
 
 def build_batch(

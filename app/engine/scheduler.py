@@ -2,41 +2,32 @@
 
 import heapq
 import itertools
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from app.engine.block_manager import BlockManager
 from app.engine.outputs import SequenceDelta, SpeculationStats
 from app.engine.plan import ScheduledSequence, SequenceResult, StepPlan, StepResult
+from app.engine.scheduler_limits import SchedulerLimits
 from app.engine.sequence import Sequence, SequenceStatus
 
 NO_TOKEN_ERROR = "the step returned no token for this sequence"
 
 
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Raises ValueError where a step could not hold one token of every sequence."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int  # rows of one step
-    max_model_len: int  # prompt and output together
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs, {self.max_num_seqs}: "
-                "a step must hold one token of every sequence; raise the first or lower the second"
-            )
-
-
 class Scheduler:
     """Continuous batching under a token budget, first come first served.
 
-    `schedule` and `update` alternate; `add` and `abort` may come at any time. Every running sequence
-    gets at least one row of every step, and the oldest always its blocks: where the pool is short, the one
-    admitted last gives way, keeps its tokens and goes back to the front of the queue, to be computed
-    again. So the oldest advances in every step and nobody waits for ever.
+    Any number of plans may be out, carried out in their order, and results come back in that order; `add` and
+    `abort` may come at any time. Every running sequence gets at least one row of every step, and the oldest always
+    its blocks: where the pool is short, the one admitted last gives way, keeps its tokens and goes back to the front
+    of the queue, to be computed again. So the oldest advances in every step and nobody waits for ever.
+
+    Behind a plan that will emit tokens a sequence is planned as one more token and drafts, with blocks and context
+    for all that may have been accepted by then; the worker, which knows its tokens, starts where they end. One that
+    is certain to end is left out, and nobody gives way before all results are in. One that turns out to have ended
+    is computed once too often: its tokens are dropped, and the blocks that the plan still writes to are free at
+    once, since whoever gets them writes to them in a later plan. What the prefix cache knows of them lies before the
+    first token that the plan computes.
 
     `num_draft_tokens` says how many drafts a sequence shall have; the scheduler only ever grants fewer.
     """
@@ -53,10 +44,10 @@ class Scheduler:
         self._waiting: OrderedDict[Sequence, None] = OrderedDict()
         self._running: dict[Sequence, None] = {}  # in order of admission
         self._free_slots = list(range(limits.max_num_seqs))  # a heap: low slots first
-        self._released_slots: list[int] = []  # given up since the last plan; free from the next one on
+        self._released_slots: list[int] = []  # given up since the last plan; the next one says so first
         self._finished_slots: list[int] = []  # those of them whose sequences have ended
         self._step_ids = itertools.count()
-        self._in_flight: tuple[StepPlan, list[Sequence]] | None = None
+        self._in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
 
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
@@ -66,7 +57,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        """Something to plan, or results that are due."""
+        return bool(self._running or self._waiting or self._in_flight)
 
     @property
     def num_running(self) -> int:
@@ -107,21 +99,15 @@ class Scheduler:
             sequence.finish_reason = "abort"
 
     def schedule(self) -> StepPlan | None:
-        """The next step; None without work."""
-        assert self._in_flight is None, "the result of the last plan is still due"
-        if not self.has_work:
+        """The next step; None without work, and where the results that are due must come first."""
+        running = self._grow_running()
+        if running is None:
             return None
-        self._grow_running()
-        released_slots, self._released_slots = self._released_slots, []
-        finished_slots, self._finished_slots = self._finished_slots, []
-        for slot in released_slots:
-            heapq.heappush(self._free_slots, slot)
         may_admit = bool(self._waiting and self._free_slots)
-
-        decoding = [s for s in self._running if s.is_decoding]
-        prefilling = [s for s in self._running if not s.is_decoding]
+        decoding = [s for s in running if s.is_decoding]
+        prefilling = [s for s in running if not s.is_decoding]
         batch: list[ScheduledSequence] = []
-        spare_rows = self.limits.max_num_batched_tokens - len(self._running)  # beside one row for each
+        spare_rows = self.limits.max_num_batched_tokens - len(running)  # beside one row for each
         draft_rows = spare_rows - may_admit  # drafts leave room for the next prompt to come in
         for index, sequence in enumerate(decoding):
             share = -(-draft_rows // (len(decoding) - index))
@@ -132,23 +118,25 @@ class Scheduler:
             batch.append(self._schedule_prompt(sequence, 1 + spare_rows))
             spare_rows -= batch[-1].num_new_tokens - 1
         admitted = self._admit(batch, spare_rows) if may_admit else []
+        if not batch:
+            return None
 
         admissions = [sequence.admission() for sequence in admitted]
-        plan = StepPlan(next(self._step_ids), batch, admissions, released_slots, finished_slots)
-        self._in_flight = (plan, decoding + prefilling + admitted)
+        plan = StepPlan(next(self._step_ids), batch, admissions, self._released_slots, self._finished_slots)
+        self._released_slots, self._finished_slots = [], []
+        self._in_flight.append((plan, decoding + prefilling + admitted))
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[SequenceDelta]:
-        """Takes a step's result; what it added to the sequences that emitted or ended."""
-        assert self._in_flight is not None, "no plan is out"
-        expected, sequences = self._in_flight
-        assert plan is expected
+        """Takes the result of the oldest plan; what it added to the sequences that emitted or ended."""
+        assert self._in_flight, "no plan is out"
+        expected, sequences = self._in_flight.popleft()
+        assert plan is expected, "the result of an older plan is due"
         assert result.step_id == plan.step_id
-        self._in_flight = None
         deltas = []
         for sequence, scheduled, outcome in zip(sequences, plan.scheduled, result.sequences, strict=True):
             assert outcome.slot == scheduled.slot
-            if not sequence.is_finished:  # aborted while the step ran
+            if not sequence.is_finished:  # by an abort, or a result that came when the plan was out
                 delta = self._advance(sequence, scheduled, outcome)
                 if delta is not None:
                     deltas.append(delta)
@@ -160,16 +148,18 @@ class Scheduler:
         The one place that decides it, for waiting, running and resumed sequences. Drafts stand only behind
         the last known token, and one more token, the target's, always has room behind them.
         """
-        num_known = sequence.num_tokens - sequence.num_computed_tokens
+        num_known = sequence.num_unplanned_tokens
         if not sequence.is_decoding:
             return min(num_rows, num_known), 0
         num_drafts = self._num_draft_tokens(sequence)
         num_asked = sequence.sampling_params.num_speculative_tokens
+        num_left_by_length = sequence.max_num_tokens - sequence.least_num_tokens - 1
+        num_left_by_context = self.limits.max_model_len - sequence.most_num_tokens - 1
         for reason, limit in (
             ("request", num_drafts if num_asked is None else num_asked),
             ("budget", num_rows - num_known),
-            ("context", sequence.max_num_tokens - sequence.num_tokens - 1),
-            ("kv", self.block_manager.room(sequence) - sequence.num_tokens),
+            ("context", min(num_left_by_length, num_left_by_context)),
+            ("kv", self.block_manager.room(sequence) - sequence.most_num_tokens),
         ):
             num_granted = min(num_drafts, max(limit, 0))
             self.num_refused_drafts[reason] += num_drafts - num_granted
@@ -181,23 +171,42 @@ class Scheduler:
         assert num_new_tokens >= 1
         assert sequence.slot is not None
         if num_drafts:
-            has_blocks = self.block_manager.append(sequence, sequence.num_tokens + num_drafts)
+            has_blocks = self.block_manager.append(sequence, sequence.most_num_tokens + num_drafts)
             assert has_blocks
         new_block_ids = sequence.block_ids[sequence.num_sent_blocks :]
         sequence.num_sent_blocks = len(sequence.block_ids)
-        return ScheduledSequence(sequence.slot, num_new_tokens, num_drafts, new_block_ids)
+        scheduled = ScheduledSequence(sequence.slot, num_new_tokens, num_drafts, new_block_ids)
+        sequence.put_in_flight(scheduled)
+        return scheduled
 
     def _schedule_prompt(self, sequence: Sequence, num_rows: int) -> ScheduledSequence:
         """Without drafts: they would take rows from other prompts, and their drafter's time from the first token."""
-        return self._schedule(sequence, min(num_rows, sequence.num_tokens - sequence.num_computed_tokens))
+        return self._schedule(sequence, min(num_rows, sequence.num_unplanned_tokens))
 
-    def _grow_running(self) -> None:
-        """Gives running sequences blocks for all known tokens, from the oldest on; the youngest give way."""
-        for sequence in list(self._running):
-            while sequence in self._running and not self.block_manager.append(sequence, sequence.num_tokens):
+    def _grow_running(self) -> list[Sequence] | None:
+        """Running sequences to plan for, with blocks for all tokens they may have by then.
+
+        From the oldest on; the youngest give way. While results are due nobody does, and None says that they must
+        come first: to leave out who lacks a block would cut the batch into parts that take turns.
+        """
+        for sequence in self._plannable():
+            while sequence in self._running and not self.block_manager.append(sequence, sequence.most_num_tokens):
+                if self._in_flight:
+                    return None
                 self._preempt(next(reversed(self._running)))
+        return self._plannable()
+
+    def _plannable(self) -> list[Sequence]:
+        """Running sequences that the results due can not end for their length, nor bring to the context's edge."""
+        return [
+            sequence
+            for sequence in self._running
+            if sequence.least_num_tokens < sequence.max_num_tokens
+            and sequence.most_num_tokens < self.limits.max_model_len
+        ]
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not self._in_flight, "its tokens are not known"
         del self._running[sequence]
         self._give_up_slot(sequence)
         sequence.status = SequenceStatus.WAITING
@@ -233,7 +242,7 @@ class Scheduler:
     ) -> SequenceDelta | None:
         """Moves a sequence past a step; its delta, where the step emitted tokens or ended it."""
         num_known = sequence.num_tokens
-        unfinished_prompt = sequence.num_computed_tokens + scheduled.num_new_tokens < num_known
+        unfinished_prompt = not sequence.take_from_flight(scheduled)
         if outcome.error is not None or not (outcome.token_ids or unfinished_prompt):
             return self._fail(sequence, outcome.error or NO_TOKEN_ERROR)
         if sequence.prompt_logprobs is not None and outcome.prompt_logprobs:
@@ -296,4 +305,5 @@ class Scheduler:
         assert sequence.slot is not None
         self.block_manager.free(sequence)
         self._released_slots.append(sequence.slot)
+        heapq.heappush(self._free_slots, sequence.slot)
         sequence.slot = None

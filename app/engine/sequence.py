@@ -8,7 +8,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Sequences
 
 from app.engine.outputs import FinishReason, SpeculationStats
-from app.engine.plan import AdmittedSequence, TokenLogprobs
+from app.engine.plan import AdmittedSequence, ScheduledSequence, TokenLogprobs
 from app.engine.run_scanner import RunScanner, ending_token_ids
 from app.engine.sampling_params import SamplingParams
 
@@ -28,6 +28,9 @@ class Sequence:
     `block_ids` cover the computed tokens. A slot is held exactly while RUNNING, blocks only then. The
     `Scheduler` is the only writer; `block_ids`, `block_digests` and `num_published_blocks` are the
     `BlockManager`'s.
+
+    Tokens are what results have told. What plans that are out will have made of them is known for a prompt's chunks;
+    of steps that emit there is only a least and a most.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.slot: int | None = None
         self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0  # to be computed by plans that are out, drafts aside
+        self.num_due_steps = 0  # of those plans the ones that emit: one token at least
+        self.num_due_drafts = 0  # and so many more, all together, at most
         self.num_cached_tokens: int | None = None  # found in the prefix cache at the first admission
         self.block_ids: list[int] = []
         self.num_sent_blocks = 0  # those of `block_ids` that the worker knows
@@ -76,9 +82,26 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def least_num_tokens(self) -> int:
+        """Once the results that are due have come, if it goes on by then."""
+        return len(self.token_ids) + self.num_due_steps
+
+    @property
+    def most_num_tokens(self) -> int:
+        return len(self.token_ids) + self.num_due_steps + self.num_due_drafts
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        """Tokens that the next plan can compute: known ones, or the last that the plans before it emit."""
+        if self.num_due_steps:
+            return 1
+        return len(self.token_ids) - self.num_computed_tokens - self.num_in_flight_tokens
+
+    @property
     def is_decoding(self) -> bool:
-        """Only the token that it emitted last is still to be computed."""
-        return len(self.token_ids) - self.num_computed_tokens == 1 and len(self.token_ids) > self.num_prompt_tokens
+        """Only the token that it emitted last is still to be planned."""
+        has_output = self.num_due_steps > 0 or len(self.token_ids) > self.num_prompt_tokens
+        return has_output and self.num_unplanned_tokens == 1
 
     @property
     def max_num_tokens(self) -> int:
@@ -92,6 +115,23 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def put_in_flight(self, scheduled: ScheduledSequence) -> None:
+        """Takes its share of a plan that goes out into account."""
+        emits = scheduled.num_new_tokens == self.num_unplanned_tokens
+        self.num_in_flight_tokens += scheduled.num_new_tokens
+        if emits:
+            self.num_due_steps += 1
+            self.num_due_drafts += scheduled.num_draft_tokens
+
+    def take_from_flight(self, scheduled: ScheduledSequence) -> bool:
+        """The same when its result has come, before anything is made of it; whether it was to emit."""
+        emits = self.num_computed_tokens + scheduled.num_new_tokens == self.num_tokens
+        self.num_in_flight_tokens -= scheduled.num_new_tokens
+        if emits:
+            self.num_due_steps -= 1
+            self.num_due_drafts -= scheduled.num_draft_tokens
+        return emits
 
     def admission(self) -> AdmittedSequence:
         """What the worker is told when the sequence takes its slot."""

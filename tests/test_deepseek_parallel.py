@@ -1,11 +1,11 @@
 """Tensor-parallel ranks of DeepSeek: heads and every expert's intermediate features are shared out, latents are not."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 
@@ -15,6 +15,7 @@ from models.layers.moe import ExpertShare
 from models.loader import load_model
 from models.parallel import TensorParallelGroup, set_tensor_parallel_group
 from tests.helpers.paged_runner import PagedRunner
+from tests.helpers.rank_processes import process_group
 from tests.helpers.tiny_models import VOCAB_SIZE, make_tiny_checkpoint
 from tests.test_deepseek_mtp import ModuleRunner
 
@@ -65,13 +66,9 @@ def compute(folder: Path) -> torch.Tensor:
 
 
 def compute_as_rank(rank: int, folder: Path, work: Path, expert_parallel: bool) -> None:
-    store = dist.FileStore(str(work / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    try:
-        set_tensor_parallel_group(TensorParallelGroup(rank, 2, dist.group.WORLD, expert_parallel=expert_parallel))
+    with process_group(rank, 2, work) as group:
+        set_tensor_parallel_group(replace(group, expert_parallel=expert_parallel))
         torch.save(compute(folder), work / f"rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("expert_parallel", [False, True])

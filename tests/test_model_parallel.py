@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
@@ -15,6 +14,7 @@ from models.layers.linear import ColumnParallelLinear, QKVParallelLinear
 from models.loader import load_model
 from models.parallel import TensorParallelGroup, set_tensor_parallel_group
 from tests.helpers.paged_runner import PagedRunner, whole_prompt_logits
+from tests.helpers.rank_processes import process_group
 from tests.helpers.tiny_models import make_tiny_checkpoint
 
 CPU = torch.device("cpu")
@@ -89,15 +89,11 @@ def test_sizes_that_ranks_cannot_share_are_refused(tmp_path):
 
 
 def compute_as_rank(rank: int, folder: Path, work: Path) -> None:
-    store = dist.FileStore(str(work / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    try:
-        set_tensor_parallel_group(TensorParallelGroup(rank, 2, dist.group.WORLD))
+    with process_group(rank, 2, work) as group:
+        set_tensor_parallel_group(group)
         runner = PagedRunner(load_model(folder, None, CPU, progress=False))
         chunks = [runner.step({0: PROMPT[:5]})[0], runner.step({0: PROMPT[5:]})[0]]
         torch.save(torch.cat(chunks), work / f"rank{rank}.pt")
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_ranks_compute_the_logits_of_one(tmp_path):

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from app.engine.sampling_params import SamplingParams
@@ -13,7 +12,7 @@ from app.engine_config import EngineConfig
 from app.llm_engine import LLMEngine
 from app.speculative.step_decision import StepDecision
 from models import parallel
-from tests.helpers.rank_processes import run_ranks
+from tests.helpers.rank_processes import process_group, run_ranks
 
 PROMPTS = [list(range(3, 40)), [7, 7, 9, 7, 7, 9, 7, 7], [250, 31, 4], [5, 6] * 15]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
@@ -138,9 +137,8 @@ def test_a_decision_arrives_as_it_was_packed(num_last, num_seqs, k):
 
 
 def tell_or_listen(rank: int, work: Path, lengths: list[int]) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(str(work / "store"), 2), rank=rank, world_size=2)
-    parallel.set_tensor_parallel_group(parallel.TensorParallelGroup(rank, 2, dist.group.WORLD, dist.group.WORLD))
-    try:
+    with process_group(rank, 2, work) as group:
+        parallel.set_tensor_parallel_group(group)
         for length in lengths:
             values = np.arange(length, dtype=np.int64) << 40
             if rank == 0:
@@ -148,8 +146,6 @@ def tell_or_listen(rank: int, work: Path, lengths: list[int]) -> None:
             else:
                 assert parallel.listen().tolist() == values.tolist()
         assert parallel.least(7 - rank) == 6
-    finally:
-        dist.destroy_process_group()
 
 
 def test_messages_of_any_length_reach_the_other_rank(tmp_path):

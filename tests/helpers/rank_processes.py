@@ -1,6 +1,8 @@
 """An engine over ranks that are processes of this machine: what the gang of actors does, without Ray."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,14 +52,11 @@ def _run_rank(
     rank: int, num_ranks: int, work: Path, configs: list[dict[str, Any]], use: Callable[[LLMEngine], Any]
 ) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(str(work / "store"), num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     results = []
-    try:
+    with process_group(rank, num_ranks, work) as group:
         for fields in configs:
             config = EngineConfig(tensor_parallel_size=num_ranks, **fields)
-            world = dist.group.WORLD
-            set_tensor_parallel_group(TensorParallelGroup(rank, num_ranks, world, world, config.expert_parallel))
+            set_tensor_parallel_group(replace(group, expert_parallel=config.expert_parallel))
             if rank == 0:
                 worker, loaded = load_worker(config, progress=False, num_ranks_on_host=num_ranks)
                 engine = LLMEngine.from_executor(config, RankExecutor(worker), loaded)
@@ -69,6 +68,17 @@ def _run_rank(
                     follower.speculative_step(plan)
         if rank == 0:
             torch.save(results, work / "results.pt")
+
+
+@contextmanager
+def process_group(rank: int, num_ranks: int, work: Path) -> Iterator[TensorParallelGroup]:
+    """This process as one of `num_ranks` that share the folder `work`; none leaves while another still listens."""
+    store = dist.FileStore(str(work / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    try:
+        yield TensorParallelGroup(rank, num_ranks, dist.group.WORLD, dist.group.WORLD)
+        store.set(f"done {rank}", "")
+        store.wait([f"done {other}" for other in range(num_ranks)])
     finally:
         dist.destroy_process_group()
 

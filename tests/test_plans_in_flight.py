@@ -79,6 +79,9 @@ def test_no_plan_goes_out_for_a_sequence_that_is_certain_to_end(max_tokens, draf
     assert len(engine.output(sequence)) == max_tokens
     num_needed = max_tokens if draft is no_drafts else 1 + -(-(max_tokens - 1) // 4)
     assert num_needed <= len(engine.plans) <= num_needed + (draft is continuation)
+    stats = engine.scheduler.speculation_stats
+    assert stats.num_steps + stats.num_accepted == max_tokens
+    assert stats.num_accepted == stats.num_drafted, "a draft that could not be kept was counted"
     if draft is no_drafts:
         granted = [plan.scheduled[0].num_draft_tokens for plan in engine.plans[1:]]
         assert granted == [min(3, max_tokens - num_before - 1) for num_before in range(1, max_tokens)]

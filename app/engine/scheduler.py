@@ -259,8 +259,10 @@ class Scheduler:
         # The last emitted token has not been an input yet; what was cut off is nobody's.
         sequence.num_computed_tokens = num_known + min(num_kept, len(outcome.token_ids) - 1)
         self.block_manager.register_computed(sequence)
+        # Of drafts planned behind results that were due some may lie behind the end: they were never to be kept.
+        num_drafted = min(outcome.num_drafted, sequence.max_num_tokens - num_known - 1)
         for stats in (sequence.stats, self.speculation_stats):
-            stats.count(outcome.num_drafted, min(outcome.num_accepted, num_kept))
+            stats.count(num_drafted, min(outcome.num_accepted, num_kept, num_drafted))
         delta = SequenceDelta(
             sequence.request_id,
             sequence.index,

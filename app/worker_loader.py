@@ -196,7 +196,7 @@ def load_controller(
         pass_cost,
         draft_cost,
         proposer.states_acceptance,
-        proposer.first_pass_is_due,
+        proposer.keeps_up,
     )
 
 

@@ -216,15 +216,16 @@ def test_drafts_go_where_they_are_kept():
     assert decision.predicted_rate > decision.plain_rate
 
 
-def test_a_pass_that_is_due_anyway_makes_the_first_draft_cheap():
-    """MTP keeps its KV whole in every step: not to draft would not save its first pass."""
-    acceptance, limits = np.full((1, 3), 0.5), np.array([3])
-    drafter = cost(lambda rows: 0.006)
-    told = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), drafter)
-    due = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), drafter, first_pass_is_due=True)
-    assert told.num_tokens.tolist() == [0]
-    assert due.num_tokens.tolist() == [1]
-    assert due.plain_rate == pytest.approx(1 / 0.016)
+def test_rows_that_a_drafter_runs_later_count_against_plain_decoding():
+    """MTP keeps its KV whole: a step without drafts saves its passes, but not its rows, which come in a later one."""
+    acceptance, limits = np.full((4, 3), 0.5), np.full(4, 3)
+    drafter = cost(lambda rows: 0.004 + 0.0005 * rows)
+    free_to_lag = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), drafter)
+    keeps_up = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), drafter, drafter_keeps_up=True)
+    assert free_to_lag.num_tokens.tolist() == [0] * 4
+    assert keeps_up.num_tokens.tolist() == [1] * 4
+    assert free_to_lag.plain_rate == pytest.approx(4 / 0.010)
+    assert keeps_up.plain_rate == pytest.approx(4 / 0.012)
 
 
 def test_rows_of_a_prompt_chunk_make_drafts_dearer():

@@ -87,7 +87,7 @@ def shifted_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def shifted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     known = MTPProposer._known_tokens
-    monkeypatch.setattr(MTPProposer, "_known_tokens", lambda self, s, starts, n, m: known(self, s, starts - 1, n, m))
+    monkeypatch.setattr(MTPProposer, "_known_tokens", lambda self, s, positions, m: known(self, s, positions - 1, m))
 
 
 @pytest.mark.parametrize("defect", [shifted_states, shifted_tokens])

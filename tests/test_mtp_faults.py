@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from app.engine.outputs import GenerationRequest
-from app.engine.plan import StepPlan
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
 from tests.helpers.mtp_reference import DraftRecorder, MTPReference, poison
@@ -53,7 +52,7 @@ def modules_kv(folder, budget: int) -> list[torch.Tensor]:
             break
         assert step < -(-len(PROMPT) // budget)
     worker = engine.executor.worker
-    worker.proposer.catch_up(worker.state, StepPlan(0, []))
+    worker.proposer._compute_held(worker.state)
     blocks = worker.state.block_table[0, :3].tolist()
     kv = []
     for module, pool in enumerate(drafter_pools(engine)):

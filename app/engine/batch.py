@@ -70,6 +70,18 @@ def commit_batch(
         state.commit(slot, int(num_computed[i]), emitted_token_ids[i, : num_emitted[i]])
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Where the rows of a ragged batch stand, sequence by sequence."""
+
+    cu_seqlens_q: np.ndarray  # [num_seqs + 1] int64
+    row_seq: np.ndarray  # [num_tokens] int64: the row's sequence in the batch
+    slots: np.ndarray  # [num_tokens] int64
+    positions: np.ndarray  # [num_tokens] int64
+    context_lens: np.ndarray  # [num_seqs] int64: positions up to and with the last row
+    max_seqlen_q: int
+
+
 def build_batch(
     state: SequenceState,
     slots: np.ndarray,  # [num_seqs] int64
@@ -81,42 +93,62 @@ def build_batch(
     device: torch.device,
 ) -> Batch:
     """Lays out a forward pass over `state`'s sequences; drafts stand after the last known token."""
-    num_rows = num_new_tokens + num_draft_tokens
-    cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int64)
-    np.cumsum(num_rows, out=cu_seqlens_q[1:])
-    row_seq = np.repeat(np.arange(len(slots)), num_rows)
-    row_in_seq = np.arange(cu_seqlens_q[-1]) - cu_seqlens_q[row_seq]
-    positions = starts[row_seq] + row_in_seq
-    row_slots = slots[row_seq]
-
-    token_ids = state.token_ids[row_slots, np.minimum(positions, state.max_model_len - 1)]
-    draft_index = row_in_seq - num_new_tokens[row_seq]
+    rows = lay_out_rows(slots, starts, num_new_tokens + num_draft_tokens)
+    row_seq, positions = rows.row_seq, rows.positions
+    token_ids = state.token_ids[rows.slots, np.minimum(positions, state.max_model_len - 1)]
+    draft_index = positions - (starts + num_new_tokens)[row_seq]
     is_draft = draft_index >= 0
     token_ids[is_draft] = draft_token_ids[row_seq[is_draft], draft_index[is_draft]]
-
-    num_logits_rows = np.where(samples, 1 + num_draft_tokens, 0)
-    logits_rows = np.flatnonzero(samples[row_seq] & (draft_index >= -1))
-    context_lens = starts + num_rows
-    max_blocks = -(-int(context_lens.max()) // state.block_size)
-
-    def to_device(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device=device, dtype=dtype, non_blocking=True)
 
     return Batch(
         slots=slots,
         num_new_tokens=num_new_tokens,
         num_draft_tokens=num_draft_tokens,
-        num_logits_rows=num_logits_rows,
-        cu_seqlens_q=cu_seqlens_q,
-        logits_rows=logits_rows,
-        token_ids=to_device(token_ids, torch.int64),
-        positions=to_device(positions, torch.int64),
-        attention=AttentionMetadata(
-            cu_seqlens_q=to_device(cu_seqlens_q, torch.int32),
-            context_lens=to_device(context_lens, torch.int32),
-            block_tables=to_device(state.block_table[slots, :max_blocks], torch.int32),
-            slot_mapping=to_device(state.slot_mapping(row_slots, positions), torch.int64),
-            max_seqlen_q=int(num_rows.max()),
-            max_context_len=int(context_lens.max()),
-        ),
+        num_logits_rows=np.where(samples, 1 + num_draft_tokens, 0),
+        cu_seqlens_q=rows.cu_seqlens_q,
+        logits_rows=np.flatnonzero(samples[row_seq] & (draft_index >= -1)),
+        token_ids=to_device(token_ids, device),
+        positions=to_device(positions, device),
+        attention=attention_metadata(state, slots, rows, device),
     )
+
+
+def lay_out_rows(
+    slots: np.ndarray,  # [num_seqs] int64
+    starts: np.ndarray,  # [num_seqs] int64: position of each sequence's first row
+    num_rows: np.ndarray,  # [num_seqs] int64
+) -> Rows:
+    cu_seqlens_q = np.zeros(len(slots) + 1, dtype=np.int64)
+    np.cumsum(num_rows, out=cu_seqlens_q[1:])
+    num_tokens, max_seqlen_q = int(cu_seqlens_q[-1]), int(num_rows.max())
+    if max_seqlen_q == 1 and num_tokens == len(slots):  # most of a drafter's passes: a row a sequence
+        return Rows(cu_seqlens_q, np.arange(num_tokens), slots, starts, starts + 1, 1)
+    row_seq = np.repeat(np.arange(len(slots)), num_rows)
+    positions = np.arange(num_tokens) + (starts - cu_seqlens_q[:-1])[row_seq]
+    return Rows(cu_seqlens_q, row_seq, slots[row_seq], positions, starts + num_rows, max_seqlen_q)
+
+
+def attention_metadata(
+    state: SequenceState,
+    slots: np.ndarray,  # [num_seqs] int64, that the rows were laid out for
+    rows: Rows,
+    device: torch.device,
+) -> AttentionMetadata:
+    max_context_len = int(rows.context_lens.max())
+    max_blocks = -(-max_context_len // state.block_size)
+    return AttentionMetadata(
+        cu_seqlens_q=to_device(rows.cu_seqlens_q.astype(np.int32), device),
+        context_lens=to_device(rows.context_lens.astype(np.int32), device),
+        block_tables=to_device(state.block_table[slots, :max_blocks], device),
+        slot_mapping=to_device(state.slot_mapping(rows.slots, rows.positions), device),
+        max_seqlen_q=rows.max_seqlen_q,
+        max_context_len=max_context_len,
+    )
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def select_rows(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
+    return tensor.index_select(0, to_device(rows, tensor.device))

@@ -49,8 +49,11 @@ class Sampler:
     ) -> SampledRows:
         """Settles what can be settled without knowing the drafts' fate. `table` must be fresh for the rows' slots."""
         greedy, changed = self.table.is_greedy[rows.slots], self.logits_processor.changes(rows)
-        noisy, soft = coupled & ~greedy, ~(coupled | greedy)
         token_ids, usable = _argmax(logits)
+        prob_rows = np.full(len(rows), -1, dtype=np.int64)
+        if greedy.all() and not changed.any():
+            return SampledRows(token_ids, usable, None, prob_rows)
+        noisy, soft = coupled & ~greedy, ~(coupled | greedy)
         groups = [(logits, np.flatnonzero(~changed), np.flatnonzero(~changed))]
         if changed.any():
             where = np.flatnonzero(changed)
@@ -60,7 +63,7 @@ class Sampler:
             usable[index] &= is_finite
             groups.append((processed, where, np.arange(len(where))))
 
-        probs, prob_rows, num_soft = [], np.full(len(rows), -1, dtype=np.int64), 0
+        probs, num_soft = [], 0
         for group_logits, where, source in groups:
             drawn = noisy[where]
             if drawn.any():
@@ -84,7 +87,9 @@ class Sampler:
             numbers[sampled.prob_rows[soft]] = uniforms(*self._counters(rows[soft]), Purpose.DRAFT)
             drawn = inverse_cdf(sampled.probs, _on(logits.device, numbers))
             token_ids[_on(logits.device, soft)] = drawn[_on(logits.device, sampled.prob_rows[soft])]
-        host = torch.stack([token_ids, sampled.usable.long()]).cpu().numpy()
+        if logits.device.type == "cpu":
+            return DrawnRows(token_ids.numpy(), sampled.usable.numpy(), sampled.probs, sampled.prob_rows)
+        host = torch.stack([token_ids, sampled.usable.long()]).cpu().numpy()  # one copy, not two
         return DrawnRows(host[0], host[1].astype(bool), sampled.probs, sampled.prob_rows)
 
     def _counters(self, rows: LogitsRows) -> tuple[np.ndarray, np.ndarray]:
@@ -132,8 +137,9 @@ def inverse_cdf(
 def _argmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest logit's token, the lowest of equals, and whether that logit is finite; NaN counts as largest."""
     if logits.device.type == "cpu":  # numpy's is vectorised: ten times faster than torch's
-        token_ids = torch.from_numpy(logits.numpy().argmax(axis=-1))
-        return token_ids, logits.gather(1, token_ids[:, None])[:, 0].isfinite()
+        host = logits.numpy()
+        indices = host.argmax(axis=-1)
+        return torch.from_numpy(indices), torch.from_numpy(np.isfinite(host[np.arange(len(host)), indices]))
     largest, token_ids = logits.max(dim=-1)
     return token_ids, largest.isfinite()
 

@@ -55,7 +55,7 @@ class DraftLengthController:
         pass_cost: CostModel,
         draft_cost: CostModel | None,  # of a drafter's pass; None: its drafts are as good as free
         states_acceptance: bool = False,  # drafts come with the probability that they are kept
-        first_pass_is_due: bool = False,  # the drafter's first pass is run in every step, with drafts or without
+        drafter_keeps_up: bool = False,  # rows of steps without drafts are run later, with others
     ) -> None:
         assert not (states_acceptance and draft_cost), "a drafter that costs passes is told before it drafts"
         self.totals = ControllerTotals()
@@ -63,7 +63,7 @@ class DraftLengthController:
         self._pass_cost = pass_cost
         self._draft_cost = draft_cost
         self._states_acceptance = states_acceptance
-        self._first_pass_is_due = first_pass_is_due
+        self._drafter_keeps_up = drafter_keeps_up
         self._decision: Decision | None = None
         self._explores = False
         self._depth = 0  # passes that the drafter was asked for in this step
@@ -116,11 +116,9 @@ class DraftLengthController:
         pass_s = timings.forward_s + timings.verify_s
         step_s = timings.propose_s + pass_s
         self._pass_cost.observe(batch.num_tokens, pass_s)
-        num_drafting, num_passes = int((batch.num_draft_tokens > 0).sum()), self._depth
-        if self._first_pass_is_due and not num_drafting and batch.num_tokens == len(batch.slots):
-            num_drafting, num_passes = len(batch.slots), 1
-        if self._draft_cost is not None and num_passes and num_drafting:
-            self._draft_cost.observe(num_drafting, timings.propose_s / num_passes)
+        num_drafting = int((batch.num_draft_tokens > 0).sum())
+        if self._draft_cost is not None and self._depth and num_drafting:
+            self._draft_cost.observe(num_drafting, timings.propose_s / self._depth)
         if not self._states_acceptance:
             self._acceptance.observe(batch.slots, batch.num_draft_tokens, verdict.num_accepted)
         totals = self.totals
@@ -138,7 +136,7 @@ class DraftLengthController:
     def _decide(self, acceptance: np.ndarray, limits: np.ndarray, num_other_rows: int) -> None:
         if len(limits):
             self._decision = choose_draft_lengths(
-                acceptance, limits, num_other_rows, self._pass_cost, self._draft_cost, self._first_pass_is_due
+                acceptance, limits, num_other_rows, self._pass_cost, self._draft_cost, self._drafter_keeps_up
             )
 
     def _net_cost(self, batch: Batch, verdict: Verdict, timings: StepTimings) -> float:
@@ -149,8 +147,6 @@ class DraftLengthController:
         assert self._decision is not None
         plain_rows = batch.num_tokens - int(batch.num_draft_tokens.sum())
         added_s = timings.propose_s + timings.forward_s + timings.verify_s - float(self._pass_cost.seconds(plain_rows))
-        if self._draft_cost is not None and self._first_pass_is_due:
-            added_s -= float(self._draft_cost.seconds(len(batch.slots)))
         return added_s - int(verdict.num_accepted.sum()) / self._decision.plain_rate
 
     def _may_explore(self) -> bool:

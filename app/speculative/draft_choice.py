@@ -24,22 +24,24 @@ def choose_draft_lengths(
     num_other_rows: int,  # rows of the step that sample nothing: prompt chunks
     pass_cost: CostModel,  # of the target
     draft_cost: CostModel | None,  # of one pass of the drafter over one row a sequence; None: drafts are free
-    first_pass_is_due: bool = False,  # the drafter's first pass is run in every step, with drafts or without
+    drafter_keeps_up: bool = False,  # rows of steps without drafts are run later, with others
 ) -> Decision:
     """Maximises expected tokens / predicted seconds over all splits of drafts among the sequences.
 
     The probability that draft j is kept, given all before it, falls with j, so taking drafts in the order
     of their probability takes a prefix of each sequence's; the best number of them is read off one curve. A
-    drafter's passes are bought depth by depth: each depth has a curve of its own. Prompt chunks count in what
-    an added row costs, not in what a token is worth.
+    drafter's passes are bought depth by depth: each depth has a curve of its own. One that keeps up with the target
+    is not spared the rows of a step without drafts: they are so many more of a pass to come. Prompt chunks count in
+    what an added row costs, not in what a token is worth.
     """
     num_seqs, depth = acceptance.shape
     kept = np.cumprod(acceptance, axis=1)
     available = np.arange(depth) < limits[:, None]
     decode_seconds = float(pass_cost.seconds(num_seqs))
-    if draft_cost is not None and first_pass_is_due:
-        decode_seconds += float(draft_cost.seconds(num_seqs))
-    plain_rate = num_seqs / decode_seconds
+    plain_seconds = decode_seconds
+    if draft_cost is not None and drafter_keeps_up:
+        plain_seconds += float(draft_cost.seconds(2 * num_seqs) - draft_cost.seconds(num_seqs))
+    plain_rate = num_seqs / plain_seconds
     best = Decision(np.zeros(num_seqs, dtype=np.int64), plain_rate, plain_rate)
     if not available.any():
         return best
@@ -48,7 +50,7 @@ def choose_draft_lengths(
     draft_seconds = 0.0
     for num_passes in depths:
         taken = available[:, :num_passes]
-        if draft_cost is not None and not (first_pass_is_due and num_passes == 1):
+        if draft_cost is not None:
             draft_seconds += float(draft_cost.seconds(int(taken[:, num_passes - 1].sum())))
         gains = kept[:, :num_passes][taken]
         order = np.argsort(-gains, kind="stable")

@@ -54,10 +54,8 @@ class LoadedProposer:
     soft_drafts: bool  # it may hand out a distribution a draft
     states_acceptance: bool = False  # its drafts say how likely each is to be kept
     drafter: CausalLM | None = None  # whose passes drafts cost; None: they are as good as free
-    first_pass_is_due: bool = (
-        False  # it keeps up with the target in every step: its first pass comes with or without drafts
-    )
     follow: Callable[[list[tuple[torch.Tensor, ...]]], DrafterFollower] | None = (
         None  # over the pools of `kv_specs`, on ranks that share the drafter; None: rank 0 has it alone
     )
+    keeps_up: bool = False  # its KV follows the target's, with drafts or without: rows of steps without run later
     num_lookahead_tokens: int = 0  # tokens after a block that the drafter's KV in it depends on

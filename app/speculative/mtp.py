@@ -11,17 +11,18 @@ the output before it; with several no position is left out, whose KV would be of
 """
 
 import logging
-from dataclasses import replace
 
 import numpy as np
 import torch
 
-from app.engine.batch import Batch, build_batch
+from app.engine.batch import Batch, Rows, attention_metadata, lay_out_rows, select_rows, to_device
 from app.engine.plan import StepPlan
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import MTPConfig
 from app.speculative.draft_chain import draw_chain
+from app.speculative.draft_rows import DraftRows
 from app.speculative.drafter_kv import DrafterKV
+from app.speculative.held_rows import HeldRows
 from app.speculative.led_drafter import DrafterFollower, DrafterPass, LedMTP
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
 from app.speculative.proposer import Drafts, Verdict
@@ -35,10 +36,13 @@ logger = logging.getLogger(__name__)
 class MTPProposer:
     """Runs the modules over every row that the target has computed, then on from each sequence's last row.
 
-    Settled rows are run in `catch_up`, whether anyone drafts or not, so that the drafter's KV is as whole as the
-    target's, in shared blocks as well. Rows that hold drafts are written behind them and over again. A sequence
-    whose cached prefix lacks the drafter's KV (after a fault) is left alone: it can not be computed without the
-    target's hidden states.
+    Rows wait until someone drafts, a sequence has a block of them, or a block that they complete may be shared: so
+    the drafter's KV is as whole as the target's wherever a prefix is found, and steps without drafts cost a pass now
+    and then. Rows that hold drafts are written behind the settled ones and over again.
+
+    A sequence whose cached prefix lacks the drafter's KV (after a fault) is left alone: it can not be computed without
+    the target's hidden states. To treat such prefixes as unknown would bring them back at the price of every prompt's
+    prefix, and a drafter that keeps failing would switch the target's prefix cache off; they go as blocks are evicted.
     """
 
     def __init__(self, modules: DeepseekMTP, context: ProposerContext) -> None:
@@ -47,65 +51,58 @@ class MTPProposer:
         self._kv = DrafterKV(context.state, context.num_blocks)
         max_num_seqs = len(context.state.num_tokens)
         self._is_blind = np.ones(max_num_seqs, dtype=bool)  # no drafter KV to draft from
-        self._pending: dict[int, torch.Tensor] = {}  # by slot: hidden states of rows not caught up with [n, hidden]
-        self._tails: dict[int, torch.Tensor] = {}  # by slot: those of the rows before, which later modules lack
-        self._last: list[dict[int, torch.Tensor]] = [
-            {} for _ in range(modules.num_modules)
-        ]  # outputs of last settled rows
+        self._held = HeldRows(max_num_seqs)
+        self._has_last = np.zeros((modules.num_modules, max_num_seqs), dtype=bool)
+        # Outputs of each module's last settled row, by slot.
+        self._last = torch.zeros(
+            (modules.num_modules, max_num_seqs, modules.hidden_size), dtype=modules.dtype, device=context.device
+        )
 
-    @torch.inference_mode()
     def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
-        slots = np.array([slot for slot in self._pending if not self._is_blind[slot]], dtype=np.int64)
-        windows = [self._window(slot) for slot in slots.tolist()]
-        self._pending = {}
-        if not len(slots):
-            return
-        num_rows = np.array([len(window) for window in windows], dtype=np.int64)
-        ends = state.num_computed_tokens[slots]
-        starts = ends - num_rows
-        hidden_states = torch.cat(windows)
-        for module in range(self._modules.num_modules):
-            settled = np.minimum(ends, state.num_tokens[slots] - 1 - module) - starts
-            kept = np.flatnonzero(settled > 0)
-            if not len(kept):
-                return
-            rows = np.concatenate([[0], np.cumsum(num_rows)])[:-1]
-            index = np.concatenate([np.arange(rows[i], rows[i] + settled[i]) for i in kept])
-            given = hidden_states[torch.from_numpy(index).to(hidden_states.device)]
-            slots, starts, ends, num_rows = slots[kept], starts[kept], starts[kept] + settled[kept], settled[kept]
-            outputs = self._run(
-                module, slots, starts, num_rows, self._known_tokens(slots, starts, num_rows, module), given
-            )
-            last = outputs[torch.from_numpy(np.cumsum(num_rows) - 1).to(outputs.device)]
-            self._last[module].update(zip(slots.tolist(), last.split(1), strict=True))
-            hidden_states = self._modules.recycled(module, outputs)
-        # The rows of the last module are the fewest: what it has settled all have.
-        computed = self._kv.num_computed_tokens[slots]
-        self._kv.extend(slots, np.maximum(ends - computed, 0))
+        """Runs what completes blocks that the plan may share: of leaving sequences, or with those that join by a hit.
+
+        A block's worth of rows is run in any case.
+        """
+        num_new = self._held.num_new
+        if num_new.max() >= state.block_size:
+            self._compute_held(state)
+        elif plan.released_slots or any(admitted.num_computed_tokens for admitted in plan.admitted):
+            slots = np.flatnonzero(num_new)
+            settled = np.minimum(state.num_computed_tokens[slots], state.num_tokens[slots] - self._modules.num_modules)
+            if (settled // state.block_size > self._kv.num_computed_tokens[slots] // state.block_size).any():
+                self._compute_held(state)
 
     @torch.inference_mode()
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         self._forget(plan)
+        num_rows = sum(scheduled.num_new_tokens + scheduled.num_draft_tokens for scheduled in plan.scheduled)
+        drafts = any(scheduled.num_draft_tokens for scheduled in plan.scheduled)
+        if drafts or self._held.num_new.sum() + num_rows > self._context.max_num_batched_tokens:
+            self._compute_held(state)
         slots = np.array([scheduled.slot for scheduled in plan.scheduled], dtype=np.int64)
-        has_row = np.array([slot in self._last[0] for slot in slots.tolist()], dtype=bool)
-        outputs = {slot: [last] for slot, last in self._last[0].items()}  # by slot, by depth: [num_rows, hidden_size]
+        rows = DraftRows(self._modules.num_modules)
 
         def logits(depth: int, drafting: np.ndarray, token_ids: np.ndarray) -> torch.Tensor:
-            own = slots[drafting].tolist()
+            own = slots[drafting]
             if depth:
-                self._deepen(depth, own, token_ids, outputs)
-            last = torch.cat([outputs[slot][depth][-1:] for slot in own])
-            return self._modules.logits(depth % self._modules.num_modules, last)
+                rows.narrow(drafting)
+                self._deepen(depth, own, token_ids, rows)
+            else:
+                rows.start(drafting, select_rows(self._last[0], own))
+            return self._modules.logits(depth % self._modules.num_modules, rows.outputs[-1])
 
-        return draw_chain(self._context, plan, has_row & ~self._is_blind[slots], logits)
+        return draw_chain(self._context, plan, self._has_last[0, slots] & ~self._is_blind[slots], logits)
 
     def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
-        """Keeps the target's rows of known tokens until `catch_up`."""
+        """Keeps the target's rows of known tokens."""
         num_rows = batch.num_new_tokens + np.maximum(verdict.num_emitted - 1, 0)
-        for i, slot in enumerate(batch.slots.tolist()):
-            if not self._is_blind[slot] and not verdict.failed[i]:
-                first = int(batch.cu_seqlens_q[i])
-                self._pending[slot] = hidden_states[first : first + int(num_rows[i])]
+        num_rows[self._is_blind[batch.slots] | verdict.failed] = 0
+        if num_rows.sum() < batch.num_tokens:
+            rows = np.repeat(batch.cu_seqlens_q[:-1] - np.cumsum(num_rows) + num_rows, num_rows)
+            rows += np.arange(len(rows))
+            hidden_states = select_rows(hidden_states, rows)
+        if len(hidden_states):
+            self._held.add(hidden_states, np.repeat(batch.slots, num_rows))
 
     def reset(self) -> None:
         self._kv.reset()
@@ -123,96 +120,87 @@ class MTPProposer:
             self._is_blind[admitted.slot] = not has_prefix
 
     def _drop(self, slots: list[int]) -> None:
-        for slot in slots:
-            self._pending.pop(slot, None)
-            self._tails.pop(slot, None)
-            for last in self._last:
-                last.pop(slot, None)
+        self._held.drop(slots)
+        self._has_last[:, slots] = False
 
-    def _window(self, slot: int) -> torch.Tensor:
-        """Hidden states of the new rows, and of the rows before them that later modules have not settled."""
-        window = self._pending[slot]
-        if slot in self._tails:
-            window = torch.cat([self._tails[slot], window])
-        tail = self._modules.num_modules - 1
-        if tail:
-            self._tails[slot] = window[-tail:].clone()
-        return window
+    @torch.inference_mode()
+    def _compute_held(self, state: SequenceState) -> None:
+        """Runs the modules over the target's rows that wait, each as far as its tokens are known."""
+        if not self._held.num_new.any():
+            return
+        num_modules, device = self._modules.num_modules, self._context.device
+        hidden_states, slots, num_rows = self._held.take(num_kept=num_modules - 1)
+        ends = state.num_computed_tokens[slots]
+        starts = ends - num_rows
+        for module in range(num_modules):
+            settled = np.minimum(ends, state.num_tokens[slots] - 1 - module) - starts
+            if (settled < num_rows).any():
+                is_settled = np.arange(len(hidden_states)) - np.repeat(np.cumsum(num_rows) - num_rows, num_rows)
+                index = np.flatnonzero(is_settled < np.repeat(settled, num_rows))
+                hidden_states = select_rows(hidden_states, index)
+                kept = settled > 0
+                slots, starts, num_rows = slots[kept], starts[kept], settled[kept]
+                if not len(slots):
+                    return
+            ends = starts + num_rows
+            rows = lay_out_rows(slots, starts, num_rows)
+            token_ids = self._known_tokens(rows.slots, rows.positions, module)
+            outputs = self._run(module, slots, rows, token_ids, hidden_states)
+            last = outputs if rows.max_seqlen_q == 1 else select_rows(outputs, rows.cu_seqlens_q[1:] - 1)
+            self._last[module].index_copy_(0, to_device(slots, device), last)
+            self._has_last[module, slots] = True
+            if module < num_modules - 1:
+                hidden_states = self._modules.recycled(module, outputs)
+        # The rows of the last module are the fewest: what it has settled all have.
+        self._kv.extend(slots, np.maximum(ends - self._kv.num_computed_tokens[slots], 0))
 
-    def _deepen(
-        self, depth: int, slots: list[int], token_ids: np.ndarray, outputs: dict[int, list[torch.Tensor]]
-    ) -> None:
-        """Runs draft `depth`'s module over the rows that hold drafts, and appends their outputs to `outputs`."""
+    def _deepen(self, depth: int, slots: np.ndarray, token_ids: np.ndarray, rows: DraftRows) -> None:
+        """Runs draft `depth`'s module over the rows that hold drafts, and adds their outputs to `rows`."""
         num_modules = self._modules.num_modules
         module = depth % num_modules
         ends = self._context.state.num_tokens[slots] - 1 + depth // num_modules * num_modules
         num_rows = np.minimum(depth, ends) if depth < num_modules else np.full(len(slots), num_modules)
         if module == 0:
-            given = self._outputs_ahead(slots, outputs)
+            # All modules' outputs at the last position, as hidden states of the positions after it.
+            ahead = [self._modules.recycled(j, rows.outputs[j - num_modules]) for j in range(num_modules)]
+            given = torch.stack(ahead, dim=1).flatten(0, 1)
         else:
-            parts = []
-            for slot, num in zip(slots, num_rows.tolist(), strict=True):
-                before = [outputs[slot][-1]]
-                if depth < num_modules and slot in self._last[depth - 1]:
-                    before.insert(0, self._last[depth - 1][slot])  # the settled row before those with drafts
-                parts.append(torch.cat(before)[-num:])
-            given = self._modules.recycled(module - 1, torch.cat(parts))
-        drafts = np.concatenate([token_ids[i, depth - num : depth] for i, num in enumerate(num_rows)])
-        rows = self._run(module, np.array(slots, dtype=np.int64), ends - num_rows, num_rows, drafts, given)
-        for slot, part in zip(slots, rows.split(num_rows.tolist()), strict=True):
-            outputs[slot].append(part)
-
-    def _outputs_ahead(self, slots: list[int], outputs: dict[int, list[torch.Tensor]]) -> torch.Tensor:
-        """All modules' outputs at the last position, as hidden states of the positions after it, slot by slot."""
-        num_modules = self._modules.num_modules
-        ahead = [
-            self._modules.recycled(j, torch.cat([outputs[slot][j - num_modules][-1:] for slot in slots]))
-            for j in range(num_modules)
-        ]
-        return torch.stack(ahead, dim=1).flatten(0, 1)  # [num_slots * num_modules, hidden_size]
+            if depth < num_modules:  # before those with drafts stands the settled row
+                rows.newest[:, -depth] = self._last[depth - 1, to_device(slots, self._context.device)]
+            given = self._modules.recycled(module - 1, rows.newest_of(num_rows))
+        drafts = token_ids[np.arange(depth) >= depth - num_rows[:, None]]
+        layout = lay_out_rows(slots, ends - num_rows, num_rows)
+        rows.add(self._run(module, slots, layout, drafts, given), num_rows)
 
     def _run(
         self,
         module: int,
-        slots: np.ndarray,  # [n] int64
-        starts: np.ndarray,  # [n] int64: position of each sequence's first row
-        num_rows: np.ndarray,  # [n] int64
-        token_ids: np.ndarray,  # [sum(num_rows)] int64
-        hidden_states: torch.Tensor,  # [sum(num_rows), hidden_size]
+        slots: np.ndarray,  # [num_seqs] int64
+        rows: Rows,
+        token_ids: np.ndarray,  # [num_tokens] int64
+        hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
     ) -> torch.Tensor:
-        """The module's outputs, before its norm; [sum(num_rows), hidden_size]."""
-        context, nothing = self._context, np.zeros(len(slots), dtype=np.int64)
-        batch = build_batch(
-            context.state,
-            slots,
-            starts,
-            num_rows,
-            nothing[:, None][:, :0],
-            nothing,
-            nothing.astype(bool),
-            context.device,
+        """The module's outputs, before its norm; [num_tokens, hidden_size]."""
+        context, device = self._context, self._context.device
+        return self._modules(
+            module,
+            to_device(token_ids, device),
+            hidden_states,
+            to_device(rows.positions, device),
+            context.kv_layers[module],
+            attention_metadata(context.state, slots, rows, device),
         )
-        batch = replace(batch, token_ids=torch.from_numpy(token_ids).to(context.device))
-        kv_layer = context.kv_layers[module]
-        return self._modules(module, batch.token_ids, hidden_states, batch.positions, kv_layer, batch.attention)
 
-    def _known_tokens(self, slots: np.ndarray, starts: np.ndarray, num_rows: np.ndarray, module: int) -> np.ndarray:
+    def _known_tokens(self, slots: np.ndarray, positions: np.ndarray, module: int) -> np.ndarray:
         """The token that each row of a module holds: 1 + module positions beyond it."""
-        token_ids = self._context.state.token_ids
-        return np.concatenate(
-            [
-                token_ids[slot, start + 1 + module : start + 1 + module + num]
-                for slot, start, num in zip(slots, starts, num_rows, strict=True)
-            ]
-        )
+        return self._context.state.token_ids[slots, positions + 1 + module]
 
 
 class _FirstModule:
     """What a draft costs, for the controller: one pass of the first module."""
 
-    def __init__(self, modules: DeepseekMTP, hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, modules: DeepseekMTP) -> None:
         self._modules = modules
-        self._hidden_size, self._dtype = hidden_size, dtype
 
     def __call__(
         self,
@@ -221,7 +209,8 @@ class _FirstModule:
         kv_layers: list[tuple[torch.Tensor, ...]],
         attention: AttentionMetadata,
     ) -> torch.Tensor:
-        hidden_states = torch.zeros((len(token_ids), self._hidden_size), dtype=self._dtype, device=token_ids.device)
+        shape = (len(token_ids), self._modules.hidden_size)
+        hidden_states = torch.zeros(shape, dtype=self._modules.dtype, device=token_ids.device)
         return self._modules(0, token_ids, hidden_states, positions, kv_layers[0], attention)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -241,7 +230,6 @@ def load(config: MTPConfig, target: TargetContext) -> LoadedProposer:
             modules.num_modules,
         )
     network = LedMTP(modules) if parallel.tp_size() > 1 else modules
-    hidden_size = target.model_config.hidden_size
 
     def follow(kv_layers: list[tuple[torch.Tensor, ...]]) -> DrafterFollower:
         def run(each: DrafterPass) -> torch.Tensor:
@@ -251,14 +239,14 @@ def load(config: MTPConfig, target: TargetContext) -> LoadedProposer:
                 each.module_index, each.token_ids, each.hidden_states, each.positions, kv_layer, each.attention
             )
 
-        return DrafterFollower(run, modules.logits, hidden_size, target.dtype, target.device)
+        return DrafterFollower(run, modules.logits, modules.hidden_size, modules.dtype, target.device)
 
     return LoadedProposer(
         modules.kv_specs(),
         lambda context: MTPProposer(network, context),
         soft_drafts=True,
-        drafter=_FirstModule(network, hidden_size, target.dtype),
+        drafter=_FirstModule(network),
         follow=follow,
-        first_pass_is_due=True,
+        keeps_up=True,
         num_lookahead_tokens=modules.num_modules,
     )

@@ -45,7 +45,7 @@ class Proposer(Protocol):
     """Owns its drafter, the drafter's KV layers and what it remembers of each slot."""
 
     def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
-        """Computes what hangs on the last step's tensors, while all its slots are still there.
+        """Computes what hangs on earlier steps' tensors and must not wait, while all their slots are still there.
 
         Called before `plan`, the next one, is applied: the last step's tokens have left for their clients, and no
         block that it wrote has changed hands.

@@ -93,6 +93,7 @@ class DeepseekMTP(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(modules)
         self.num_modules = len(modules)
+        self.hidden_size, self.dtype = target.config.hidden_size, target.config.dtype
         self.hidden_is_normed = hidden_is_normed
         self.recycled_is_normed = recycled_is_normed
         self._modules_in_order = modules

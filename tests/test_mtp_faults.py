@@ -1,6 +1,7 @@
 """Faults that servers with MTP drafters had: KV of chunks, of cached prefixes, after failures; numbers of drafts."""
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ import torch
 from app.engine.outputs import GenerationRequest
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
+from tests.helpers.deferring_executor import defer
 from tests.helpers.mtp_reference import DraftRecorder, MTPReference, poison
+from tests.test_lossless import kv_bytes
 
 TOLERANCE = 2e-4
 PROMPT = np.random.default_rng(1).integers(3, 300, 45).tolist()
@@ -32,6 +35,11 @@ def make_engine(folder, **fields) -> LLMEngine:
 
 def greedy(max_tokens: int = 6) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def block_bytes(folder) -> int:
+    """Bytes of four tokens' KV, the modules' among it."""
+    return 4 * kv_bytes(folder, torch.float32, with_modules=True)
 
 
 def drafter_pools(engine: LLMEngine) -> list[torch.Tensor]:
@@ -145,6 +153,25 @@ def test_requests_that_leave_take_nothing_from_those_that_stay(folder, monkeypat
     assert stats["num_aborted"] > 2 < stats["num_finished"]
     assert stats["num_drafter_faults"] == 0
     assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert max(recorder.differences(MTPReference(folder)).values()) < TOLERANCE
+
+
+def test_drafts_with_plans_in_flight_are_those_of_the_modules(folder, monkeypatch):
+    """Ends and aborts with a plan behind them, blocks and prefixes handed on at once, a pool that is too small."""
+    recorder, rng = DraftRecorder(monkeypatch), np.random.default_rng(4)
+    small = {"block_size": 4, "max_num_batched_tokens": 24, "kv_cache_memory": 26 * block_bytes(folder)}
+    engine = defer(make_engine(folder, **small), max_in_flight=3, ahead=False)
+    stopping = replace(greedy(30), stop_token_ids=list(range(0, 300, 6)))
+    for i in range(16):
+        engine.add_request(GenerationRequest(f"{i}", PROMPT[i % 3 : 3 + 2 * i], stopping if i % 2 else greedy(12)))
+    while engine.has_work:
+        engine.step()
+        if rng.random() < 0.2:
+            engine.abort_request(str(rng.integers(16)))
+    stats = engine.stats()
+    assert min(stats["num_aborted"], stats["num_finished"] - 2, stats["num_preemptions"]) > 0
+    assert stats["num_prefix_hit_tokens"] > 0
+    assert stats["num_drafter_faults"] == 0
     assert max(recorder.differences(MTPReference(folder)).values()) < TOLERANCE
 
 

@@ -4,6 +4,9 @@
     python benchmarks/bench_engine.py --model tests/assets/tiny-deepseek-v3 --methods plain mtp:1 mtp:3 mtp \
         --prompts tests/assets/tiny-deepseek-v3/heldout.json
 
+    python benchmarks/bench_engine.py --methods plain ngram suffix draft_model random \
+        --draft-model .cache/models/SmolLM2-135M-first6     (made by benchmarks/first_layers.py)
+
 All methods run in one process, alternately, round by round; figures are medians over the rounds, ratios medians of
 the ratios within a round. Prefix caching is off, since every round repeats the prompts.
 """
@@ -17,20 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from app.engine_config import EngineConfig
-from app.llm_engine import LLMEngine
 from benchmarks.draft_cost import add_draft_costs, print_draft_costs
+from benchmarks.engine_methods import DEFAULT_MODEL, build_engine, check_model, draft_number, engine_fields
 from benchmarks.engine_report import MethodRuns, method_result, print_tables
 from benchmarks.engine_runs import EngineRunner
-from benchmarks.machine import REPOSITORY, read_bandwidth, this_machine
+from benchmarks.machine import read_bandwidth, this_machine
 from benchmarks.operators import TorchOperators, is_dense, step_weight_bytes
 from benchmarks.report import print_header, print_json
 from benchmarks.startup_probe import measure_startup
 from benchmarks.workloads import NUM_NEW_TOKENS, PromptSet, Workload, read_prompts, select_workloads
-from models.checkpoint import resolve_checkpoint
 from models.config import read_model_config
 
-DEFAULT_MODEL = REPOSITORY / ".cache" / "models" / "SmolLM2-135M-Instruct"
 NUM_LONG_PROMPTS = 6
 
 
@@ -44,9 +44,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=["plain", "suffix", "ngram"],
         metavar="METHOD[:K]",
-        help="plain, or a speculative method with the number of its drafts",
+        help="plain, suffix_memory, random, or a method of speculative_config; with the number of its drafts",
     )
-    parser.add_argument("--num-speculative-tokens", type=_draft_number, help="a number or auto; default: the method's")
+    parser.add_argument("--num-speculative-tokens", type=draft_number, help="a number or auto; default: the method's")
     parser.add_argument("--draft-model", help="folder, hub id or .gguf file, for the method draft_model")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON with prompt_ids, in place of our prompts")
     parser.add_argument("--workloads", nargs="+", metavar="N-KIND", help="1, 8 and 32 streams, open and copy, or given")
@@ -62,48 +62,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.quick:
         options.repeats, options.new_tokens = 1, min(options.new_tokens, 32)
     return options
-
-
-def _draft_number(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
-
-
-def engine_fields(method: str, options: argparse.Namespace) -> dict[str, Any]:
-    """EngineConfig of a method.
-
-    Raises ValueError where the method lacks its draft model.
-    """
-    fields = {
-        "model": options.model,
-        "dtype": options.dtype,
-        "device": options.device,
-        "max_model_len": options.max_model_len,
-        "num_threads": options.num_threads,
-        "enable_prefix_caching": False,
-    }
-    name, _, number = method.partition(":")
-    if name != "plain":
-        speculative: dict[str, Any] = {"method": name}
-        if number:
-            speculative["num_speculative_tokens"] = _draft_number(number)
-        elif options.num_speculative_tokens is not None:
-            speculative["num_speculative_tokens"] = options.num_speculative_tokens
-        if name == "draft_model":
-            if options.draft_model is None:
-                raise ValueError("--methods names draft_model: say which model drafts with --draft-model")
-            speculative["model"] = options.draft_model
-        fields["speculative_config"] = speculative
-    return fields
-
-
-def check_model(options: argparse.Namespace) -> Path:
-    """The checkpoint's folder.
-
-    Raises ValueError where the demonstration model has not been fetched.
-    """
-    if options.model == str(DEFAULT_MODEL) and not (DEFAULT_MODEL / "config.json").is_file():
-        raise ValueError(f"there is no checkpoint at {DEFAULT_MODEL}: run `make model`, or name one with --model")
-    return resolve_checkpoint(options.model, progress=sys.stderr.isatty())
 
 
 def measure(
@@ -129,7 +87,7 @@ def measure(
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    folder = check_model(options)
+    folder = check_model(options.model)
     workloads = select_workloads(options.workloads, options.quick, given=options.prompts is not None)
     configs = {method: engine_fields(method, options) for method in options.methods}
     machine, model_config = this_machine(), read_model_config(folder)
@@ -146,7 +104,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if not options.no_startup:
             _say(f"start-up of {method}")
             startup[method] = measure_startup(config)
-    runners = {m: EngineRunner(LLMEngine(EngineConfig(**c), progress=sys.stderr.isatty())) for m, c in configs.items()}
+    runners = {method: EngineRunner(build_engine(method, config)) for method, config in configs.items()}
     weight_bytes = step_weight_bytes(model_config, dtype)
     bandwidth = read_bandwidth(device)
     runs = measure(runners, prompts, workloads, options)

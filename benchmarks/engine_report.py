@@ -65,6 +65,7 @@ def _workload_result(
         "ratio": paired_ratio([run.tokens_per_s for run in runs], [run.tokens_per_s for run in baseline]),
         "decode_tokens_per_s": median([run.decode_tokens_per_s for run in runs]),
         "mean_acceptance_length": last.mean_acceptance_length,
+        "num_drafted": last.counts["num_drafted"],
         "acceptance_by_position": last.acceptance_by_position,
         "bandwidth_share": median([floor_s * run.num_steps / run.decode_s for run in runs if run.decode_s]),
         "first_token_ms": median([1e3 * s for run in runs for s in run.first_token_s]),

@@ -13,15 +13,18 @@ import pytest
 import torch
 
 from app.engine.outputs import SequenceDelta
-from benchmarks import bench_engine, bench_serve
+from benchmarks import bench_engine, bench_serve, compare, engine_methods
 from benchmarks.draft_cost import arithmetic_share
 from benchmarks.engine_report import count_equal
 from benchmarks.engine_runs import COUNTS, EngineRunner, difference
+from benchmarks.first_layers import keep_first_layers
 from benchmarks.machine import process_tree, process_tree_memory, read_bandwidth
 from benchmarks.operators import StepShape, TorchOperators, decode_shape, step_weight_bytes
+from benchmarks.peer_process import PEERS
 from benchmarks.report import format_table, last_json, paired_ratio, quantile
 from benchmarks.workloads import WORKLOADS, PromptSet, matching_prefix, read_prompts, select_workloads
 from models.config import read_model_config
+from models.loader import load_model
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -263,6 +266,96 @@ def test_engine_benchmark_runs_as_a_file_and_measures_a_fresh_start(tiny_checkpo
     assert startup["peak_rss_bytes"] > 50 * 2**20
 
 
+def test_random_drafts_are_made_and_change_no_text(tiny_checkpoint):
+    model = tiny_checkpoint("llama", max_position_embeddings=1024)
+    options = ["--model", str(model), "--device", "cpu", "--no-startup", "--no-operators", "--workloads", "1-open"]
+    options += ["--new-tokens", "24", "--repeats", "1", "--methods", "plain", "random:3", "random"]
+    result = bench_engine.run(bench_engine.parse_arguments(options))
+    always, auto = (result["methods"][method]["workloads"]["1-open"] for method in ("random:3", "random"))
+    assert always["num_equal_to_baseline"] == auto["num_equal_to_baseline"] == 4
+    assert len(always["acceptance_by_position"]) == 3
+    assert max(always["acceptance_by_position"]) < 0.2
+    assert always["num_drafted"] > 200
+
+
+def test_first_layers_make_a_checkpoint_that_drafts(tiny_checkpoint, tmp_path):
+    model, out = tiny_checkpoint("llama_tied", num_hidden_layers=3), tmp_path / "first"
+    keep_first_layers(model, 1, out)
+    config, whole = read_model_config(out), load_model(model, torch.float32, torch.device("cpu"), progress=False)
+    assert config.num_hidden_layers == 1
+    short = load_model(out, torch.float32, torch.device("cpu"), progress=False)
+    kept, all_weights = dict(short.named_parameters()), dict(whole.named_parameters())
+    assert 0 < len(kept) < len(all_weights)
+    assert all(torch.equal(weight, all_weights[name]) for name, weight in kept.items())
+    with pytest.raises(ValueError, match="num_layers is 4, and the model has 3"):
+        keep_first_layers(model, 4, out)
+
+
+FAKE_RUNNER = """
+import sys
+sys.path.insert(0, {folder!r})
+from protocol import serve
+
+def load(options):
+    print("chatter that is no answer")
+    if options.method == "broken":
+        raise SystemExit("the peer's last words")
+    def generate(prompts, num_new_tokens):
+        return [[prompt[-1]] * (num_new_tokens - (options.method == "short")) for prompt in prompts]
+    return f"fake 1, {{options.num_threads}} threads, {{options.model}}", generate
+
+serve(load, ("plain", "broken", "short"))
+"""
+
+
+@pytest.fixture
+def fake_peer(tiny_checkpoint, tmp_path, monkeypatch):
+    """Arguments that compare with a peer which repeats the last token of each prompt."""
+    (tmp_path / "vllm_runner.py").write_text(FAKE_RUNNER.format(folder=str(REPOSITORY / "benchmarks" / "peers")))
+    monkeypatch.setattr(compare, "RUNNERS", tmp_path)
+    model = str(tiny_checkpoint("llama", max_position_embeddings=1024))
+    arguments = ["--peer", "vllm", "--python", sys.executable, "--model", model, "--dtype", "float32"]
+    return [*arguments, "--new-tokens", "5", "--num-threads", "1", "--workloads", "1-open", "8-copy"]
+
+
+def test_comparison_runs_ours_and_a_peer_in_turn(fake_peer, capsys):
+    before = set(process_tree(os.getpid()))
+    arguments = [*fake_peer, "--methods", "plain", "suffix_memory", "--repeats", "2", "--recurring"]
+    result = compare.run(compare.parse_arguments(arguments))
+    compare.print_json(result, None)
+    captured = capsys.readouterr()
+    printed = last_json(captured.out)
+    assert set(process_tree(os.getpid())) <= before, "the peer has ended"
+    assert list(printed["sides"]) == ["plain", "suffix_memory", "vllm"]
+    assert printed["peer"]["version"].startswith("fake 1, 1 threads, /")
+    assert printed["machine"]["commit"] in captured.out
+    assert printed["date"] in captured.out
+    for cells in printed["sides"].values():
+        assert list(cells) == ["1-open", "8-copy", "first token"]
+        assert len(cells["1-open"]["tokens_per_s_rounds"]) == 2, "the first of three rounds is not counted"
+        assert len(cells["first token"]["ms_rounds"]) == 2 * compare.NUM_FIRST_TOKENS
+    assert printed["sides"]["vllm"]["8-copy"]["ratio"] == 1.0
+    rounds = [printed["sides"][side]["8-copy"]["tokens_per_s_rounds"] for side in ("plain", "vllm")]
+    assert printed["sides"]["plain"]["8-copy"]["ratio"] == pytest.approx(paired_ratio(*rounds))
+    progress = [line.split()[3] for line in captured.err.splitlines() if line.startswith("round 1: 1-open")]
+    assert progress == ["plain:", "suffix_memory:", "vllm:"]
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [("broken", "the peer's last words"), ("short", r"asked for 8 tokens a prompt and gave \[7\]")],
+)
+def test_comparison_says_what_is_wrong_with_the_peer(fake_peer, method, message):
+    before = set(process_tree(os.getpid()))
+    with pytest.raises(RuntimeError, match=message):
+        compare.run(compare.parse_arguments([*fake_peer, "--peer-method", method]))
+    assert set(process_tree(os.getpid())) <= before
+
+
+def test_every_peer_has_a_runner():
+    assert PEERS == ("llamacpp", "openvino", "transformers", "vllm")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -278,8 +371,8 @@ def test_engine_benchmark_says_what_is_wrong(tiny_checkpoint, arguments, message
 
 
 def test_absent_demonstration_model_is_pointed_to_make(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_engine, "DEFAULT_MODEL", tmp_path / "model")
-    options = bench_engine.parse_arguments(["--quick"])
+    monkeypatch.setattr(engine_methods, "DEFAULT_MODEL", tmp_path / "model")
+    options = bench_engine.parse_arguments(["--quick", "--model", str(tmp_path / "model")])
     with pytest.raises(ValueError, match="run `make model`"):
         bench_engine.run(options)
 

@@ -35,6 +35,8 @@ class Machine:
     drafter: Callable[[int], float] | None
     acceptance: np.ndarray  # [k] conditional
     num_seqs: int
+    states_acceptance: bool  # drafts come before they are chosen, with the probability that they are kept
+    found: float = 1.0  # share of the sequences and steps for which there are drafts at all
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -54,14 +56,14 @@ class Machine:
             plan = controller.plan(self.state, plan)
         lengths = np.array([s.num_draft_tokens for s in plan.scheduled])
         token_ids = np.zeros((self.num_seqs, int(lengths.max(initial=0))), dtype=np.int64)
-        drafts = Drafts(token_ids, lengths)
+        has_drafts = self.rng.random(self.num_seqs) < self.found
+        drafts = Drafts(token_ids, lengths * has_drafts)
         propose_s = 0.0
         if self.drafter is not None:
             propose_s = sum(self.drafter(int((lengths > depth).sum())) for depth in range(int(lengths.max(initial=0))))
-        else:
-            drafts = Drafts(
-                token_ids, lengths, acceptance=np.tile(self.acceptance[: token_ids.shape[1]], (self.num_seqs, 1))
-            )
+        elif self.states_acceptance:
+            stated = np.tile(self.acceptance[: token_ids.shape[1]], (self.num_seqs, 1))
+            drafts = Drafts(token_ids, drafts.num_tokens, acceptance=stated)
             if controller is not None:
                 drafts = controller.cut(self.state, plan, drafts)
         kept = np.cumprod(self.rng.random((self.num_seqs, MAX_K)) < self.acceptance, axis=1).sum(axis=1)
@@ -102,7 +104,7 @@ def cost(function: Callable[[int], float]) -> CostModel:
 
 def controller_of(machine: Machine) -> DraftLengthController:
     drafter = None if machine.drafter is None else cost(machine.drafter)
-    return DraftLengthController(machine.num_seqs, MAX_K, cost(machine.target), drafter, drafter is None)
+    return DraftLengthController(machine.num_seqs, MAX_K, cost(machine.target), drafter, machine.states_acceptance)
 
 
 def expected_rate(machine: Machine, k: int) -> float:
@@ -115,19 +117,24 @@ def expected_rate(machine: Machine, k: int) -> float:
 
 
 MACHINES = {
-    "one stream, good draft model": (memory_bound, lambda rows: 0.002, 0.8, 1),
-    "one stream, bad draft model": (memory_bound, lambda rows: 0.006, 0.3, 1),
-    "eight streams, good draft model": (memory_bound, lambda rows: 0.002, 0.8, 8),
-    "compute-bound, fair draft model": (compute_bound, lambda rows: 0.001, 0.6, 4),
-    "lookup, one stream": (memory_bound, None, 0.7, 1),
-    "lookup, compute-bound": (compute_bound, None, 0.5, 8),
-    "lookup, hopeless": (compute_bound, None, 0.05, 8),
+    "one stream, good draft model": (memory_bound, lambda rows: 0.002, 0.8, 1, False),
+    "one stream, bad draft model": (memory_bound, lambda rows: 0.006, 0.3, 1, False),
+    "eight streams, good draft model": (memory_bound, lambda rows: 0.002, 0.8, 8, False),
+    "compute-bound, fair draft model": (compute_bound, lambda rows: 0.001, 0.6, 4, False),
+    "lookup, one stream": (memory_bound, None, 0.7, 1, True),
+    "lookup, compute-bound": (compute_bound, None, 0.5, 8, True),
+    "lookup, hopeless": (compute_bound, None, 0.05, 8, True),
+    "blind lookup, one stream": (memory_bound, None, 0.7, 1, False),
+    "blind lookup, eight streams": (memory_bound, None, 0.3, 8, False),
+    "blind lookup, compute-bound": (compute_bound, None, 0.5, 8, False),
+    "random drafts, one stream": (memory_bound, None, 0.0, 1, False),
+    "random drafts, compute-bound": (compute_bound, None, 0.0, 8, False),
 }
 
 
 def machine(name: str, seed: int = 0) -> Machine:
-    target, drafter, acceptance, num_seqs = MACHINES[name]
-    return Machine(target, drafter, np.full(MAX_K, acceptance), num_seqs, seed)
+    target, drafter, acceptance, num_seqs, states = MACHINES[name]
+    return Machine(target, drafter, np.full(MAX_K, acceptance), num_seqs, states, seed=seed)
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -147,6 +154,16 @@ def test_it_converges_to_the_best_fixed_length(name):
 @pytest.mark.parametrize("name", MACHINES)
 def test_it_never_sits_more_than_two_per_cent_below_plain_decoding(name):
     scripted = machine(name)
+    controller = controller_of(scripted)
+    scripted.run(100, controller)
+    assert scripted.run(1000, controller) >= 0.98 * expected_rate(scripted, 0)
+
+
+@pytest.mark.parametrize("acceptance", [0.1, 0.4])
+@pytest.mark.parametrize("num_seqs", [1, 8, 32])
+def test_lookup_that_finds_something_now_and_then_does_not_lose(num_seqs, acceptance):
+    """N-gram lookup is told to draft before a match is known of; where there is none, nothing is paid."""
+    scripted = Machine(compute_bound, None, np.full(MAX_K, acceptance), num_seqs, False, found=0.3)
     controller = controller_of(scripted)
     scripted.run(100, controller)
     assert scripted.run(1000, controller) >= 0.98 * expected_rate(scripted, 0)

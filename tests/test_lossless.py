@@ -200,9 +200,10 @@ def test_arbitrary_drafts_never_change_greedy_text(seed, plain, tiny_checkpoint)
 @pytest.mark.parametrize(("architecture", "method"), ONE_PAIR_A_METHOD)
 def test_the_controller_never_changes_greedy_text(architecture, method, plain, tiny_checkpoint):
     speculative = speculative_config(method, tiny_checkpoint, architecture) | {"num_speculative_tokens": "auto"}
-    for scenario in ("batch", "chunked"):
+    for scenario in ("batch", "chunked", "preempted"):
         engine = make_engine(target(method, tiny_checkpoint, architecture), speculative, **SCENARIOS[scenario])
         assert run(engine, GREEDY) == plain(architecture)
+        assert run(engine, GREEDY) == plain(architecture), "the second run, with what is remembered"
         assert engine.stats()["controller_num_decisions"] > 0
 
 
@@ -224,7 +225,7 @@ def test_a_seed_decides_the_text_alone(architecture, method, tiny_checkpoint):
     ]
     expected = run(make_engine(folder, None, max_num_seqs=1), params)
     speculative = speculative_config(method, tiny_checkpoint, architecture)
-    for k, scenario in ((1, "batch"), (3, "chunked"), (4, "preempted")):
+    for k, scenario in ((1, "batch"), (3, "chunked"), (4, "preempted"), ("auto", "batch")):
         engine = make_engine(folder, {**speculative, "num_speculative_tokens": k}, **SCENARIOS[scenario])
         assert run(engine, params) == expected, (k, scenario)
     some_off = [replace(p, num_speculative_tokens=0) if i % 2 else p for i, p in enumerate(params)]

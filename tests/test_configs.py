@@ -200,6 +200,13 @@ def test_a_wrong_user_config_is_refused(
     assert str(raised.value).startswith(f"applications[0].deployments[0].{message}")
 
 
+def test_two_scalers_are_refused(tmp_path: Path, args: dict[str, object]) -> None:
+    """Serve itself would let them work against each other."""
+    with pytest.raises(ValueError, match=r"^applications\[0\]\.external_scaler_enabled is True, and the"):
+        ServeFile(serve_file(tmp_path, args, external_scaler_enabled=True))
+    ServeFile(serve_file(tmp_path, args | {"deployment_config": {"num_replicas": 2}}, external_scaler_enabled=True))
+
+
 def test_limits_follow_from_max_num_seqs(args: dict[str, object]) -> None:
     config = AppConfig.model_validate(args | {"max_num_seqs": 6})
     assert config.max_queued_requests == 24

@@ -58,6 +58,11 @@ def _check_application(index: int, application: dict[str, Any]) -> AppConfig:
         config = AppConfig.model_validate(args)
     except ValueError as error:
         raise ValueError(f"{path}.{error}".replace("; args", f"; {path}.args")) from None
+    if application.get("external_scaler_enabled") and config.deployment_config.num_replicas is None:
+        raise ValueError(
+            f"{path}.external_scaler_enabled is True, and the replicas scale by themselves: "
+            f"give {path}.args.deployment_config.num_replicas, the number to begin with"
+        )
     for position, deployment in enumerate(application.get("deployments") or []):
         if deployment.get("user_config") is not None:
             try:

@@ -175,6 +175,25 @@ def test_drafts_with_plans_in_flight_are_those_of_the_modules(folder, monkeypatc
     assert max(recorder.differences(MTPReference(folder)).values()) < TOLERANCE
 
 
+def test_rows_that_wait_behind_a_failed_step_keep_their_places(folder, monkeypatch):
+    """They end where the slot's computed tokens do: a step that failed counts without its last row."""
+    engine = make_engine(folder)
+    worker = engine.executor.worker
+    verify = worker.verifier.verify
+
+    def failing(logits, batch, drafts):
+        verdict = verify(logits, batch, drafts)
+        verdict.failed[:] = True
+        verdict.num_emitted[:] = verdict.num_accepted[:] = 0
+        return verdict
+
+    monkeypatch.setattr(worker.verifier, "verify", failing)
+    (output,) = engine.generate(PROMPT[:12], greedy(), use_tqdm=False)
+    assert output.outputs[0].finish_reason == "error"
+    assert worker.state.num_computed_tokens[0] == 11
+    assert worker.proposer._held.num_new[0] == 11
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 def test_short_answers_to_one_token(max_tokens, folder):
     """D15: no room for a draft, for one, for two, behind a prompt that leaves the modules a single row."""

@@ -94,9 +94,9 @@ class MTPProposer:
         return draw_chain(self._context, plan, self._has_last[0, slots] & ~self._is_blind[slots], logits)
 
     def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
-        """Keeps the target's rows of known tokens."""
-        num_rows = batch.num_new_tokens + np.maximum(verdict.num_emitted - 1, 0)
-        num_rows[self._is_blind[batch.slots] | verdict.failed] = 0
+        """Keeps the target's rows of known tokens that count as computed."""
+        num_rows = batch.num_new_tokens + np.maximum(verdict.num_emitted - 1, 0) - verdict.failed
+        num_rows[self._is_blind[batch.slots]] = 0
         if num_rows.sum() < batch.num_tokens:
             rows = np.repeat(batch.cu_seqlens_q[:-1] - np.cumsum(num_rows) + num_rows, num_rows)
             rows += np.arange(len(rows))

@@ -103,7 +103,8 @@ class _SequenceClock:
 
 def difference(after: Stats, before: Stats) -> dict[str, Any]:
     """What numbers, and lists of them, have risen by; lists may have grown. All, where there was nothing before."""
-    return {key: _subtract(value, before.get(key, 0)) for key, value in after.items()}
+    numbers = {key: value for key, value in after.items() if isinstance(value, int | float | list)}
+    return {key: _subtract(value, before.get(key, 0)) for key, value in numbers.items()}
 
 
 def _subtract(value: Any, other: Any) -> Any:

@@ -1,6 +1,7 @@
 """The engine behind an event loop: steps run in a thread of their own, deltas arrive in the loop."""
 
 import asyncio
+import contextlib
 import logging
 import queue
 import threading
@@ -17,6 +18,9 @@ from app.llm_engine import LLMEngine
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+WATCH_PERIOD_S = 1.0
 
 
 class EngineDeadError(RuntimeError):
@@ -39,11 +43,12 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[_Call[Any] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}  # owned by the loop
-        self._stopped: EngineDeadError | None = None
+        self._stopped: EngineDeadError | EngineStalledError | None = None
         self._last_progress = time.monotonic()
         self._busy = False
         self._thread = threading.Thread(target=self._run, name="engine-steps", daemon=True)
         self._thread.start()
+        self._watchdog = self._loop.create_task(self._watch())
 
     @classmethod
     async def create(cls, config: EngineConfig, *, progress: bool = True, stall_limit_s: float = 60.0) -> "AsyncEngine":
@@ -96,17 +101,36 @@ class AsyncEngine:
         await self._call(lambda: self._engine.set_num_speculative_tokens(num))
 
     def check_health(self) -> None:
-        """Raises EngineDeadError or EngineStalledError where no answer is to be expected."""
+        """Raises where no answer is to be expected: what the executor raises for a lost rank, EngineDeadError, or
+        EngineStalledError.
+        """
+        self._engine.executor.check_health()
         if self._stopped is not None:
             raise self._stopped
-        age = time.monotonic() - self._last_progress
-        if self._busy and age > self._stall_limit_s:
-            raise EngineStalledError(f"work is pending, and no step has finished for {age:.0f} s")
+        if (stall := self._stall()) is not None:
+            raise stall
 
     def shutdown(self) -> None:
         """Ends the step thread after the step in flight; open requests get EngineDeadError."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the watchdog with it
+            self._loop.call_soon_threadsafe(self._watchdog.cancel)
         self._inbox.put(None)
         self._thread.join(timeout=self._stall_limit_s)
+
+    def _stall(self) -> EngineStalledError | None:
+        age = time.monotonic() - self._last_progress
+        if not self._busy or age <= self._stall_limit_s:
+            return None
+        return EngineStalledError(f"work is pending, and no step has finished for {age:.0f} s")
+
+    async def _watch(self) -> None:
+        """Gives a step up that hangs: open requests are told at once, and ranks that can be ended are."""
+        while self._stopped is None:
+            await asyncio.sleep(min(self._stall_limit_s / 4, WATCH_PERIOD_S))
+            if (stall := self._stall()) is not None:
+                logger.error("The step loop hangs: %s", stall)
+                self._stop(stall)
+                await asyncio.to_thread(self._engine.executor.shutdown)
 
     async def _call(self, function: Callable[[], Result]) -> Result:
         """Runs `function` in the step thread, between two steps."""
@@ -152,9 +176,9 @@ class AsyncEngine:
                 self._last_progress = time.monotonic()
             call.run()
 
-    def _stop(self, reason: EngineDeadError) -> None:
-        """In the loop, after the last step: everyone who waits, or will, is told."""
-        self._stopped = reason
+    def _stop(self, reason: EngineDeadError | EngineStalledError) -> None:
+        """In the loop, after the last step or when it hangs: everyone who waits, or will, is told."""
+        self._stopped = self._stopped or reason
         for stream in self._streams.values():
             stream.fail(reason)
         while not self._inbox.empty():

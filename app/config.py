@@ -1,14 +1,12 @@
 """The arguments of the application: the engine's configuration and what Ray Serve is to do with it."""
 
-import difflib
 import json
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from app.config_errors import describe
 from app.engine_config import EngineConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -19,8 +17,11 @@ class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+PlacementStrategy = Literal["PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD"]
+
+
 class RayActorOptions(_Section):
-    """What Ray reserves for each replica. It reserves, and does not limit: the model's threads are `num_threads`."""
+    """What Ray reserves for each rank. It reserves, and does not limit: the model's threads are `num_threads`."""
 
     num_cpus: float | None = Field(default=None, ge=0, description="Default: num_threads, or 1.")
     num_gpus: float | None = Field(default=None, ge=0, description="Default: one GPU where the device is cuda.")
@@ -95,6 +96,26 @@ class DeploymentConfig(_Section):
     health_check_period_s: float = Field(default=5.0, gt=0)
     health_check_timeout_s: float = Field(default=30.0, gt=0)
     ray_actor_options: RayActorOptions = RayActorOptions()
+    placement_group_strategy: PlacementStrategy = Field(
+        default="PACK", description="How the ranks of a replica spread over nodes."
+    )
+    placement_group_bundles: list[dict[str, float]] | None = Field(
+        default=None, description="What Ray reserves for each rank. Default: ray_actor_options, once a rank."
+    )
+    wait_for_nodes: bool = Field(
+        default=False, description="The cluster will grow: do not refuse a replica that it can not hold yet."
+    )
+
+    @model_validator(mode="after")
+    def _bundles_are_alike(self) -> Self:
+        bundles = self.placement_group_bundles or []
+        num_gpus = [bundle.get("GPU", 0) for bundle in bundles]
+        if any(num_gpus) and not all(num_gpus):
+            raise ValueError(
+                f"placement_group_bundles is {bundles}, GPUs for some ranks and none for others: "
+                "give every bundle a GPU, or none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_scale(self) -> Self:
@@ -133,6 +154,11 @@ class AppConfig(EngineConfig):
     step_timeout_s: float = Field(
         default=60.0, gt=0, description="A replica whose step takes longer is unhealthy, and is replaced."
     )
+    boot_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="Ranks that have not met by then are given up. Loading takes the time it takes.",
+    )
     request_timeout_s: float = Field(
         default=1800.0, gt=0, description="A request that runs longer is ended with an error: nobody may be listening."
     )
@@ -153,6 +179,16 @@ class AppConfig(EngineConfig):
             return super().model_validate(obj, **options)
         except ValidationError as error:
             raise ValueError(describe(error, cls, obj, "args")) from None
+
+    @model_validator(mode="after")
+    def _a_bundle_a_rank(self) -> Self:
+        bundles, size = self.deployment_config.placement_group_bundles, self.tensor_parallel_size
+        if bundles is not None and len(bundles) != size:
+            raise ValueError(
+                f"deployment_config.placement_group_bundles is {len(bundles)} bundles long, and tensor_parallel_size "
+                f"{size}: give one a rank"
+            )
+        return self
 
     @model_validator(mode="after")
     def _find_checkpoints(self) -> Self:
@@ -229,63 +265,3 @@ def _check_context(folder: Path, max_model_len: int | None) -> None:
         raise ValueError(
             f"max_model_len is {max_model_len}, above the checkpoint's max_position_embeddings, {limit}: lower it"
         )
-
-
-def starts_with_field(message: str) -> bool:
-    """Our own messages begin with the field, its value and the remedy: `block_size is 0: …`."""
-    return re.match(r"[a-z_]+(\.[a-z_]+)* is ", message) is not None
-
-
-def describe(error: ValidationError, model: type[BaseModel], value: Any, root: str) -> str:
-    """Pydantic's report as one line: each wrong field with its path from `root`, its value and the remedy."""
-    messages: dict[str, list[str]] = {}
-    for detail in error.errors(include_url=False):
-        path, message = root, detail["msg"].removeprefix("Value error, ")
-        message = message[:1].lower() + message[1:]
-        keys = list(_yaml_keys(value, detail["loc"]))
-        if detail["type"].startswith("union_tag"):
-            keys.append("method")
-            message = f"use one of {detail['ctx']['expected_tags']}" if "expected_tags" in detail["ctx"] else "missing"
-        elif detail["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(str(keys[-1]), sorted(_field_names(model)), n=1)
-            message = "unknown field" + (f"; did you mean {near[0]}?" if near else "")
-        elif detail["type"] == "missing":
-            message = "missing"
-        for key in keys:
-            path += f"[{key}]" if isinstance(key, int) else f".{key}"
-        if starts_with_field(message):
-            path, message = f"{path}.{message}".split(" ", 1)
-        elif isinstance(given := _at(value, keys), str | int | float | bool):
-            path = f"{path} is {given!r}"
-        messages.setdefault(path, []).append(message)
-    return "; ".join(_sentence(path, list(dict.fromkeys(alternatives))) for path, alternatives in messages.items())
-
-
-def _sentence(path: str, alternatives: list[str]) -> str:
-    message = ", or ".join(alternatives)
-    return f"{path} {message}" if message.startswith("is ") else f"{path}: {message}"
-
-
-def _yaml_keys(value: Any, location: tuple[int | str, ...]) -> Iterator[int | str]:
-    """Of pydantic's location the parts that the file has: neither tags nor members of a union."""
-    for part in location:
-        if not isinstance(value, Mapping | list):
-            return
-        if isinstance(value, Mapping) and value.get("method") == part:
-            continue
-        yield part
-        value = _at(value, [part])
-
-
-def _at(value: Any, keys: list[int | str]) -> Any:
-    for key in keys:
-        try:
-            value = value[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return value
-
-
-def _field_names(model: type[BaseModel]) -> set[str]:
-    schema = model.model_json_schema()
-    return {name for part in (schema, *schema.get("$defs", {}).values()) for name in part.get("properties", {})}

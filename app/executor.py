@@ -22,7 +22,13 @@ class Executor(Protocol):
         """What rank 0 knows beyond the results of steps: the controller's totals."""
         ...
 
-    def shutdown(self) -> None: ...
+    def check_health(self) -> None:
+        """Raises where a rank is gone for good."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends the ranks, whatever they are doing; a step that is waited for raises."""
+        ...
 
 
 class LocalExecutor:
@@ -38,6 +44,9 @@ class LocalExecutor:
 
     def stats(self) -> dict[str, float]:
         return self.worker.stats()
+
+    def check_health(self) -> None:
+        """While this process lives its rank does."""
 
     def shutdown(self) -> None:
         """Nothing outlives this process."""

@@ -8,6 +8,7 @@ from ray import serve
 
 from app.config import AppConfig
 from app.serve.ingress import Ingress
+from app.serve.placement import check_placeable, rank_bundles, rank_options
 from app.serve.target_replica import TargetReplica
 
 MAX_LOAD_ATTEMPTS = 2
@@ -43,7 +44,7 @@ def _target_options(args: AppConfig) -> dict[str, Any]:
         "health_check_period_s": deployment.health_check_period_s,
         "health_check_timeout_s": deployment.health_check_timeout_s,
         "max_constructor_retry_count": MAX_LOAD_ATTEMPTS,
-        "ray_actor_options": _actor_options(args),
+        **_placement(args),
     }
     if deployment.num_replicas is not None:
         options["num_replicas"] = deployment.num_replicas
@@ -52,16 +53,21 @@ def _target_options(args: AppConfig) -> dict[str, Any]:
     return options
 
 
-def _actor_options(args: AppConfig) -> dict[str, Any]:
-    options = args.deployment_config.ray_actor_options.model_dump(exclude_none=True)
-    options.setdefault("num_cpus", args.num_threads or 1)
-    if args.device == "cuda" or (args.device == "auto" and _cluster_has_gpus()):
-        options.setdefault("num_gpus", 1)  # more ranks are refused by the replica, which must be placed to say so
-    return options
-
-
-def _cluster_has_gpus() -> bool:
-    return ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+def _placement(args: AppConfig) -> dict[str, Any]:
+    """What Ray reserves for a replica; with several ranks a bundle each, and the replica itself sits in the first."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
+    has_gpus = any(node.get("GPU", 0) > 0 for node in nodes)
+    if args.tensor_parallel_size == 1:
+        return {"ray_actor_options": rank_options(args, has_gpus)}
+    bundles, strategy = rank_bundles(args, has_gpus), args.deployment_config.placement_group_strategy
+    if nodes and not args.deployment_config.wait_for_nodes:
+        check_placeable(bundles, strategy, nodes)
+    runtime_env = args.deployment_config.ray_actor_options.runtime_env
+    return {
+        "ray_actor_options": {"num_cpus": 0, **({"runtime_env": runtime_env} if runtime_env else {})},
+        "placement_group_bundles": bundles,
+        "placement_group_strategy": strategy,
+    }
 
 
 def _max_replicas(args: AppConfig) -> int:

@@ -106,7 +106,8 @@ async def test_a_failing_step_ends_every_stream_and_turns_health_red(engine):
 
 
 async def test_health_means_progress(engine):
-    """G02: a step that hangs while work is pending is unhealthy, an idle engine is healthy."""
+    """G02: a step that hangs while work is pending is unhealthy, for good, and whoever waits is told; an idle engine
+    is healthy."""
     submit = engine.engine.executor.submit
     await collect(engine, GenerationRequest("warm", PROMPT, GREEDY))
     await asyncio.sleep(0.7)
@@ -121,8 +122,11 @@ async def test_health_means_progress(engine):
     await asyncio.sleep(0.8)
     with pytest.raises(EngineStalledError):
         engine.check_health()
-    await task
-    engine.check_health()
+    with pytest.raises(EngineStalledError, match="no step has finished for"):
+        await task
+    await asyncio.sleep(0.5)
+    with pytest.raises(EngineStalledError):
+        engine.check_health()
 
 
 async def test_many_early_cancels_leave_nothing_behind(engine):

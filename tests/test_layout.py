@@ -33,6 +33,7 @@ LAYERS = {
     "app.serve": 5,
     "app.main": 5,
     "app.config": 5,
+    "app.config_errors": 5,
     "app.plan": 5,
     "app.planning": 5,
 }

@@ -11,7 +11,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from ray.serve.schema import ServeDeploySchema
 
-from app.config import AppConfig, UserConfig, describe
+from app.config import AppConfig, UserConfig
+from app.config_errors import describe
 
 BUILDER = "app.main:build"
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.config import AppConfig, UserConfig, starts_with_field
+from app.config import AppConfig, UserConfig
+from app.config_errors import starts_with_field
 from app.engine.outputs import GenerationRequest, SequenceDelta
 from app.engine.sampling_params import SamplingParams
 from app.serve.autoscaling import load_of
@@ -46,7 +47,14 @@ EngineFactory = Callable[[AppConfig], Awaitable[tuple[Engine, ModelDescription]]
 async def load_engine(config: AppConfig) -> tuple[Engine, ModelDescription]:
     # Imported here: the process that builds the application imports this module, and has no use for torch.
     from app.async_engine import AsyncEngine
+    from app.llm_engine import LLMEngine
 
+    if config.tensor_parallel_size > 1:
+        from app.serve.gang import boot
+
+        gang, loaded = await asyncio.to_thread(boot, config)
+        engine = AsyncEngine(LLMEngine.from_executor(config, gang, loaded), config.step_timeout_s)
+        return engine, ModelDescription(loaded.folder, loaded.max_model_len, loaded.vocab_size)
     if config.num_threads is None:  # Ray tells numerical libraries to use as many threads as it reserved CPUs
         config = config.model_copy(update={"num_threads": len(os.sched_getaffinity(0))})
     engine = await AsyncEngine.create(config, progress=True, stall_limit_s=config.step_timeout_s)

@@ -34,6 +34,9 @@ class RankExecutor:
     def stats(self) -> dict[str, float]:
         return self.worker.stats()
 
+    def check_health(self) -> None:
+        """A lost rank ends the test."""
+
     def shutdown(self) -> None:
         dist.broadcast_object_list([None])
 

@@ -1,0 +1,114 @@
+"""One rank of a gang, in an actor of its own."""
+
+import logging
+import os
+import socket
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+
+import ray
+import torch
+import torch.distributed as dist
+
+from app.config import AppConfig
+from app.engine.plan import StepPlan, StepResult
+from app.follower import Follower
+from app.serve.host_interface import interface_of
+from app.worker import Worker
+from app.worker_loader import LoadedModel, load_follower, load_worker, select_device
+from models.parallel import TensorParallelGroup, set_tensor_parallel_group
+
+LIFETIME_GROUP, CONTROL_GROUP = "lifetime", "control"
+CONCURRENCY_GROUPS = {LIFETIME_GROUP: 1, CONTROL_GROUP: 1}  # beside the steps, which one thread runs in order
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a gang meet: a store in the process of rank 0."""
+
+    host: str
+    port: int
+
+
+class RankActor:
+    """Holds a worker or a follower; `speculative_step` is its one hot method.
+
+    Born in its bundle, it is told in turn to `open_store` (rank 0), to `join` the others, and to `load`.
+    """
+
+    def __init__(self, rank: int, config: AppConfig) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+        self._rank, self._config = rank, config
+        self._size = config.tensor_parallel_size
+        self._device = select_device(config.device)
+        self._store: dist.TCPStore | None = None
+        self._member: Worker | Follower | None = None
+
+    def open_store(self) -> Rendezvous:
+        """On a port that the system chooses: one looked for beforehand may be taken by the time that it is needed."""
+        host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return Rendezvous(host, self._store.port)
+
+    def join(self, rendezvous: Rendezvous, num_ranks_on_host: int, timeout_s: float, step_timeout_s: float) -> str:
+        """Meets the other ranks within `timeout_s`, and proves by known sums that they hear each other.
+
+        Returns the node's address. Raises RuntimeError where a rank is missing or adds up wrongly.
+        """
+        address = ray.util.get_node_ip_address()
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(variable, interface_of(address))
+        if self._store is None:
+            limit = timedelta(seconds=timeout_s)
+            self._store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
+        self._store.set_timeout(timedelta(seconds=timeout_s))
+        is_cuda = self._device.type == "cuda"
+        limit = timedelta(seconds=max(timeout_s, step_timeout_s))
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo", store=self._store, rank=self._rank, world_size=self._size, timeout=limit
+        )
+        world = dist.group.WORLD
+        control = dist.new_group(backend="gloo", timeout=limit) if is_cuda else world
+        group = TensorParallelGroup(self._rank, self._size, world, control, self._config.expert_parallel)
+        set_tensor_parallel_group(group)
+        self._prove(group)
+        if self._config.num_threads is None:
+            num_threads = max(len(os.sched_getaffinity(0)) // num_ranks_on_host, 1)
+            self._config = self._config.model_copy(update={"num_threads": num_threads})
+        return address
+
+    def load(self, num_ranks_on_host: int) -> LoadedModel | None:
+        """Loads this rank's shares; rank 0 says what the model is."""
+        if self._rank > 0:
+            self._member = load_follower(self._config, num_ranks_on_host)
+            return None
+        self._member, loaded = load_worker(self._config, progress=True, num_ranks_on_host=num_ranks_on_host)
+        return loaded
+
+    def speculative_step(self, plan: StepPlan) -> StepResult | None:
+        """This rank's part of a step; rank 0's result."""
+        assert self._member is not None, "a step before `load`"
+        return self._member.speculative_step(plan)
+
+    @ray.method(concurrency_group=CONTROL_GROUP)
+    def stats(self) -> dict[str, float]:
+        """Rank 0's, beside a step that may be running."""
+        assert isinstance(self._member, Worker)
+        return self._member.stats()
+
+    @ray.method(concurrency_group=LIFETIME_GROUP)
+    def outlive(self) -> None:
+        """Never returns: who waits for it learns of the actor's end."""
+        threading.Event().wait()
+
+    def _prove(self, group: TensorParallelGroup) -> None:
+        expected = self._size * (self._size + 1) // 2
+        for process_group, device in ((group.process_group, self._device), (group.control_group, torch.device("cpu"))):
+            ranks = torch.tensor([self._rank + 1], dtype=torch.int64, device=device)
+            dist.all_reduce(ranks, group=process_group)
+            if int(ranks) != expected:
+                raise RuntimeError(
+                    f"the self-test of {self._size} ranks failed: rank {self._rank} on {socket.gethostname()} got "
+                    f"{int(ranks)} as the sum of 1 to {self._size}, not {expected}"
+                )

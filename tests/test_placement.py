@@ -1,0 +1,90 @@
+"""Bundles of ranks: what each asks for, whether nodes can hold them, and in which order ranks take them."""
+
+import pytest
+
+from app.config import AppConfig
+from app.serve.host_interface import interface_of
+from app.serve.placement import check_placeable, missing, order_of_ranks, rank_bundles, rank_options
+
+CPU, GPU = {"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}
+LAPTOP = {"CPU": 2.0, "memory": 8e9, "node:10.0.0.1": 1.0, "object_store_memory": 4e9}
+GPU_NODE = {"CPU": 64.0, "GPU": 8.0, "memory": 1e12}
+
+
+def config(size: int, **deployment) -> AppConfig:
+    return AppConfig(model="some/model", tensor_parallel_size=size, deployment_config=deployment)
+
+
+def test_every_rank_has_a_bundle():
+    assert rank_bundles(config(3), has_gpus=False) == [{"CPU": 1.0}] * 3
+    options = {"num_cpus": 4, "num_gpus": 0.5, "memory": 1 << 30, "resources": {"fast_net": 1}}
+    asked = config(2, ray_actor_options=options)
+    assert (
+        rank_bundles(asked, has_gpus=True) == [{"CPU": 4.0, "GPU": 0.5, "memory": float(1 << 30), "fast_net": 1.0}] * 2
+    )
+    assert rank_options(config(2), has_gpus=True) == {"num_cpus": 1, "num_gpus": 1}
+
+
+def test_a_kind_of_accelerator_is_part_of_the_bundle():
+    (bundle,) = rank_bundles(config(1, ray_actor_options={"accelerator_type": "H200"}), has_gpus=True)
+    assert bundle == {"CPU": 1.0, "GPU": 1.0, "accelerator_type:H200": 0.001}
+
+
+def test_bundles_that_are_given_are_taken():
+    given = [{"CPU": 8, "GPU": 1}, {"CPU": 2, "GPU": 1}]
+    assert rank_bundles(config(2, placement_group_bundles=given), has_gpus=True) == given
+
+
+@pytest.mark.parametrize(
+    ("deployment", "message"),
+    [
+        ({"placement_group_bundles": [CPU]}, "placement_group_bundles is 1 bundles long, and tensor_parallel_size 2"),
+        ({"placement_group_bundles": [CPU, GPU]}, "GPUs for some ranks and none for others"),
+        ({"placement_group_strategy": "ANYWHERE"}, "placement_group_strategy"),
+    ],
+)
+def test_bundles_that_do_not_fit_the_ranks_are_refused(deployment, message):
+    with pytest.raises(ValueError, match=message):
+        config(2, **deployment)
+
+
+@pytest.mark.parametrize(
+    ("bundles", "strategy", "nodes"),
+    [
+        ([CPU] * 2, "PACK", [LAPTOP]),
+        ([CPU] * 2, "STRICT_PACK", [LAPTOP]),
+        ([CPU] * 2, "STRICT_SPREAD", [LAPTOP, LAPTOP]),
+        ([GPU] * 16, "PACK", [GPU_NODE, GPU_NODE, LAPTOP]),
+        ([GPU] * 8, "STRICT_PACK", [LAPTOP, GPU_NODE]),
+        ([CPU] * 4, "SPREAD", [LAPTOP, LAPTOP]),
+    ],
+)
+def test_bundles_that_fit_lack_nothing(bundles, strategy, nodes):
+    assert missing(bundles, strategy, nodes) == ""
+
+
+@pytest.mark.parametrize(
+    ("bundles", "strategy", "nodes", "words"),
+    [
+        ([CPU] * 3, "PACK", [LAPTOP], "3 bundles of 1 CPU are needed, and 1 node with 2 CPU, 8e+09 memory hold 2"),
+        ([GPU], "PACK", [LAPTOP], "1 bundle of 1 CPU, 1 GPU is needed"),
+        ([CPU] * 2, "STRICT_SPREAD", [LAPTOP], "each on a node of its own are needed, and 1 node"),
+        ([GPU] * 16, "STRICT_PACK", [GPU_NODE, GPU_NODE], "1 bundle of 16 CPU, 16 GPU on one node is needed"),
+        ([CPU], "PACK", [], "0 nodes with nothing hold 0"),
+    ],
+)
+def test_what_is_missing_is_said(bundles, strategy, nodes, words):
+    assert words in missing(bundles, strategy, nodes)
+    with pytest.raises(ValueError, match=r"the cluster can not hold its ranks.*wait_for_nodes"):
+        check_placeable(bundles, strategy, nodes)
+
+
+def test_ranks_begin_on_the_replicas_own_node_and_neighbours_share_one():
+    assert order_of_ranks(["b", "a", "b", "c", "a"], first_node="a") == [1, 4, 0, 2, 3]
+    assert order_of_ranks(["a", "a"], first_node="a") == [0, 1]
+
+
+def test_an_address_is_found_on_its_interface():
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ValueError, match=r"no network interface of this machine bears the address 203\.0\.113\.9"):
+        interface_of("203.0.113.9")

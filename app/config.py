@@ -93,7 +93,7 @@ class DeploymentConfig(_Section):
         description="How long a replica that is taken away may finish its answers; then they are cut. "
         "Default: request_timeout_s, so that none is.",
     )
-    health_check_period_s: float = Field(default=5.0, gt=0)
+    health_check_period_s: float = Field(default=2.0, gt=0, description="A lost rank is noticed so much later.")
     health_check_timeout_s: float = Field(default=30.0, gt=0)
     ray_actor_options: RayActorOptions = RayActorOptions()
     placement_group_strategy: PlacementStrategy = Field(
@@ -158,6 +158,12 @@ class AppConfig(EngineConfig):
         default=120.0,
         gt=0,
         description="Ranks that have not met by then are given up. Loading takes the time it takes.",
+    )
+    retry_limit_s: float = Field(
+        default=120.0,
+        ge=0,
+        description="How long a request whose replica was lost, and of which nothing has been passed on, waits for "
+        "another before it fails.",
     )
     request_timeout_s: float = Field(
         default=1800.0, gt=0, description="A request that runs longer is ended with an error: nobody may be listening."

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,17 +46,25 @@ class FakeStream:
 
 
 class FakeHandle:
-    def __init__(self, script: list[Any], health: Exception | None = None) -> None:
-        self.stream = FakeStream(script)
+    """Answers one attempt after the other by a script each; the last script serves all that follow."""
+
+    def __init__(self, *scripts: list[Any], health: Exception | None = None) -> None:
+        self._scripts = scripts
+        self.requests: list[GenerationRequest] = []
         self.broadcasts: list[tuple[str, list[str]]] = []
         self.broadcast_failure: Exception | None = None
         self._health = health
-        self.generate = SimpleNamespace(remote=lambda request: self.stream)
+        self.generate = SimpleNamespace(remote=self._generate)
         self.check_health = SimpleNamespace(remote=self._check_health)
 
     def options(self, stream: bool) -> "FakeHandle":
         assert stream
         return self
+
+    def _generate(self, request: GenerationRequest) -> FakeStream:
+        self.requests.append(request)
+        self.stream = FakeStream(self._scripts[min(len(self.requests), len(self._scripts)) - 1])
+        return self.stream
 
     async def _check_health(self) -> None:
         if self._health is not None:
@@ -72,8 +81,9 @@ class FakeHandle:
         return SimpleNamespace(results_async=results_async)
 
 
-async def collect(handle: FakeHandle) -> list[Any]:
-    return [item async for item in ReplicaClient(handle).generate(REQUEST)]  # type: ignore[arg-type]
+async def collect(handle: FakeHandle, request: GenerationRequest = REQUEST, retry_limit_s: float = 5.0) -> list[Any]:
+    client = ReplicaClient(handle, retry_limit_s)  # type: ignore[arg-type]
+    return [item async for item in client.generate(request)]
 
 
 async def test_deltas_pass_as_they_are() -> None:
@@ -90,7 +100,7 @@ async def test_deltas_pass_as_they_are() -> None:
         (Refused("unavailable", "the step loop failed"), EngineUnavailableError, "the step loop failed"),
         (BackPressureError(9, 8), QueueFullError, "backpressure"),
         (ActorDiedError(), EngineUnavailableError, "the replica that held this request is gone"),
-        (DeploymentUnavailableError(DeploymentID("T")), EngineUnavailableError, "the replica"),
+        (DeploymentUnavailableError(DeploymentID("T")), EngineUnavailableError, "no replica runs"),
     ],
 )
 async def test_what_goes_wrong_has_the_protocols_error(item: Any, error: type[Exception], message: str) -> None:
@@ -103,7 +113,7 @@ async def test_what_goes_wrong_has_the_protocols_error(item: Any, error: type[Ex
 async def test_a_client_that_leaves_is_told_to_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_client, "ABORT_PERIOD_S", 0.01)
     handle = FakeHandle([DELTAS[0], None])
-    stream = ReplicaClient(handle).generate(REQUEST)  # type: ignore[arg-type]
+    stream = ReplicaClient(handle, retry_limit_s=5.0).generate(REQUEST)  # type: ignore[arg-type]
     assert await anext(stream) == DELTAS[0]
     await stream.aclose()
     assert handle.stream.cancelled
@@ -127,7 +137,7 @@ async def test_a_client_that_leaves_before_the_first_token_is_told_too(monkeypat
 async def test_many_that_leave_share_a_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_client, "ABORT_PERIOD_S", 0.05)
     handle = FakeHandle([DELTAS[0]] * 20 + [None])
-    client = ReplicaClient(handle)  # type: ignore[arg-type]
+    client = ReplicaClient(handle, retry_limit_s=5.0)  # type: ignore[arg-type]
     streams = [client.generate(GenerationRequest(f"r{i}", [1], SamplingParams())) for i in range(20)]
     for stream in streams:
         await anext(stream)
@@ -141,12 +151,11 @@ async def test_a_broadcast_that_fails_is_repeated_and_then_given_up(
 ) -> None:
     monkeypatch.setattr(replica_client, "ABORT_PERIOD_S", 0.001)
     monkeypatch.setattr(replica_client, "MAX_ABORT_ATTEMPTS", 3)
-    handle = FakeHandle([DELTAS[0], None])
+    handle = FakeHandle([DELTAS[0], None], [DELTAS[0], None])
     handle.broadcast_failure = RuntimeError("no controller")
-    client = ReplicaClient(handle)  # type: ignore[arg-type]
+    client = ReplicaClient(handle, retry_limit_s=5.0)  # type: ignore[arg-type]
     for name in ("first", "second"):
         stream = client.generate(GenerationRequest(name, [1], SamplingParams()))
-        handle.stream = FakeStream([DELTAS[0], None])
         await anext(stream)
         await stream.aclose()
         await asyncio.sleep(0.1)
@@ -154,9 +163,9 @@ async def test_a_broadcast_that_fails_is_repeated_and_then_given_up(
 
 
 async def test_health_is_the_replicas() -> None:
-    await ReplicaClient(FakeHandle([])).check_health()  # type: ignore[arg-type]
+    await ReplicaClient(FakeHandle([]), 5.0).check_health()  # type: ignore[arg-type]
     with pytest.raises(EngineUnavailableError, match="no step has finished"):
-        await ReplicaClient(FakeHandle([], RuntimeError("no step has finished"))).check_health()  # type: ignore[arg-type]
+        await ReplicaClient(FakeHandle([], health=RuntimeError("no step has finished")), 5.0).check_health()  # type: ignore
 
 
 async def test_health_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,4 +173,59 @@ async def test_health_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) ->
     handle = FakeHandle([])
     handle.check_health = SimpleNamespace(remote=lambda: asyncio.Event().wait())
     with pytest.raises(EngineUnavailableError, match="no replica has answered within"):
-        await ReplicaClient(handle).check_health()  # type: ignore[arg-type]
+        await ReplicaClient(handle, retry_limit_s=5.0).check_health()  # type: ignore[arg-type]
+
+
+LOST, DEAD = Refused("lost", "the step loop failed"), Refused("dead", "the engine has ended")
+
+
+@pytest.fixture
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica_client, "RETRY_PERIOD_S", 0.0)
+
+
+@pytest.mark.usefixtures("_no_pause")
+@pytest.mark.parametrize(
+    "scripts",
+    [
+        [[LOST], DELTAS],
+        [[ActorDiedError()], DELTAS],
+        [[DEAD], [DEAD], [DEAD], DELTAS],
+        [[DEAD], [LOST], [DEAD], DELTAS],
+    ],
+)
+async def test_a_request_of_which_nothing_was_passed_on_is_sent_again(scripts: list[list[Any]]) -> None:
+    """Once to a replica that takes it, and as often as needed to find one. Its deltas bear its own name."""
+    handle = FakeHandle(*scripts)
+    assert await collect(handle) == DELTAS
+    names = [request.request_id for request in handle.requests]
+    assert len(set(names)) == len(scripts)
+    assert names[0] == "r"
+
+
+@pytest.mark.usefixtures("_no_pause")
+async def test_a_request_is_not_lost_twice() -> None:
+    handle = FakeHandle([LOST], [LOST], DELTAS)
+    with pytest.raises(EngineUnavailableError, match="the step loop failed"):
+        await collect(handle)
+    assert len(handle.requests) == 2
+
+
+@pytest.mark.usefixtures("_no_pause")
+async def test_a_stream_that_has_begun_is_not_begun_again() -> None:
+    handle = FakeHandle([DELTAS[0], LOST], DELTAS)
+    with pytest.raises(EngineUnavailableError, match="the step loop failed"):
+        await collect(handle)
+    assert len(handle.requests) == 1
+
+
+@pytest.mark.usefixtures("_no_pause")
+async def test_an_answer_that_is_waited_for_whole_is_begun_again() -> None:
+    handle = FakeHandle([DELTAS[0], LOST], DELTAS)
+    assert await collect(handle, replace(REQUEST, streamed=False)) == DELTAS
+
+
+@pytest.mark.usefixtures("_no_pause")
+async def test_nobody_waits_beyond_the_limit_for_a_replica() -> None:
+    with pytest.raises(EngineUnavailableError, match="the engine has ended"):
+        await collect(FakeHandle([DEAD]), retry_limit_s=0.2)

@@ -126,10 +126,12 @@ async def test_more_choices_than_the_server_holds_are_the_requests_fault(make_re
 
 async def test_what_the_engine_refuses_is_told_apart(engine: StubEngine, make_replica: ReplicaFactory) -> None:
     replica = await make_replica()
-    engine.failure = ValueError("top_p is 0: use a number above 0 and up to 1")
+    engine.refusal = ValueError("top_p is 0: use a number above 0 and up to 1")
     assert await collect(replica, request()) == [[Refused("invalid", "top_p is 0: use a number above 0 and up to 1")]]
-    engine.failure = RuntimeError("the step loop failed")
-    assert await collect(replica, request()) == [[Refused("unavailable", "the step loop failed")]]
+    engine.refusal = RuntimeError("the step loop failed")
+    assert await collect(replica, request()) == [[Refused("lost", "the step loop failed")]]
+    engine.failure = RuntimeError("a rank died")
+    assert await collect(replica, request()) == [[Refused("dead", "the engine has ended: a rank died")]]
 
 
 async def test_a_cancelled_call_aborts_its_request(engine: StubEngine, make_replica: ReplicaFactory) -> None:
@@ -206,7 +208,7 @@ async def test_requests_are_metered_by_how_they_end(
         ("request_success", "length"): 3,
         ("request_success", "abort"): 1,
         ("requests_refused", "overloaded"): 1,
-        ("requests_refused", "unavailable"): 1,
+        ("requests_refused", "dead"): 1,
         ("request_prompt_tokens", ""): 3,
         ("request_generation_tokens", ""): 3,
         ("request_time_per_output_token_seconds", ""): 3,

@@ -77,7 +77,9 @@ class GenerationEndpoints:
         # Two requests may carry the same X-Request-Id (a retry, a careless client): the engine's must differ.
         unique_id, owner = f"{response_id}-{uuid4().hex[:8]}", owner_of(http_request)
         streams = [
-            self._deltas(GenerationRequest(f"{unique_id}-{i}", prompt, params[i], request.n, owner), drops_answer)
+            self._deltas(
+                GenerationRequest(f"{unique_id}-{i}", prompt, params[i], request.n, request.stream, owner), drops_answer
+            )
             for i, prompt in enumerate(prompts)
         ]
         options = ResponseOptions(

@@ -17,6 +17,7 @@ class GenerationRequest:
     prompt_token_ids: list[int]
     sampling_params: SamplingParams
     n: int = 1
+    streamed: bool = True  # False: whoever asked waits for the whole answer
     owner: int = field(default=0, repr=False)  # a digest of the client's API key in int64; 0 without one
 
 

@@ -39,7 +39,7 @@ class Ingress:
             vocab_size=description.vocab_size,
             created=int(time.time()),
         )
-        client = ReplicaClient(self._target)
+        client = ReplicaClient(self._target, self._config.retry_limit_s)
         app = build_app(client, card, tokenizer, echo_request_id=False)  # Serve's proxy writes X-Request-Id itself
 
         @app.get("/stats")

@@ -18,8 +18,9 @@ class ModelDescription:
 class Refused:
     """The last item of a stream that ends without its answer; an item, so that Serve logs no traceback for it.
 
-    invalid: the request is at fault. overloaded: the queue is full. unavailable: the replica cannot answer it.
+    invalid: the request is at fault. overloaded: the queue is full. unavailable: the replica has given it up.
+    lost: the engine ended with the request in it. dead: it had ended before; another replica may answer.
     """
 
-    reason: Literal["invalid", "overloaded", "unavailable"]
+    reason: Literal["invalid", "overloaded", "unavailable", "lost", "dead"]
     message: str

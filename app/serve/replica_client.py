@@ -2,7 +2,10 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, cast
 
 from ray.exceptions import RayActorError
@@ -18,23 +21,60 @@ logger = logging.getLogger("ray.serve")
 ABORT_PERIOD_S = 0.25
 MAX_ABORT_ATTEMPTS = 20
 HEALTH_TIMEOUT_S = 5.0
+RETRY_PERIOD_S = 0.5
+
+
+class _LostError(Exception):
+    """A replica ended, with the request in it or before it came."""
+
+    def __init__(self, message: str, held_request: bool) -> None:
+        super().__init__(message)
+        self.held_request = held_request
 
 
 class ReplicaClient:
     """Streams from whichever replica Serve picks.
 
-    Serve may lose a cancellation, so the ids of requests that are closed early are also told to every
-    replica, several at a time.
+    A request whose replica is lost before anything of its answer was passed on is sent once more. Serve may lose a
+    cancellation, so the ids of requests that are closed early are also told to every replica, several at a time.
     """
 
-    def __init__(self, handle: DeploymentHandle) -> None:
+    def __init__(self, handle: DeploymentHandle, retry_limit_s: float) -> None:
         self._handle = handle
         self._streaming = handle.options(stream=True)
+        self._retry_limit_s = retry_limit_s  # for replicas that take the place of lost ones to come up
         self._closed_early: list[str] = []
         self._aborts: asyncio.Task[None] | None = None
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
         """As `EngineClient` has it."""
+        may_send_again, deadline, attempt = True, time.monotonic() + self._retry_limit_s, 0
+        while True:
+            attempt += 1
+            # Serve is asked under a new name: the lost replica may still know the old one.
+            sent = replace(request, request_id=f"{request.request_id}-{attempt}") if attempt > 1 else request
+            passed_on = False
+            try:
+                async with aclosing(self._attempt(sent)) as stream:
+                    if request.streamed:
+                        async for deltas in stream:
+                            passed_on = True
+                            yield _renamed(deltas, request.request_id)
+                    else:
+                        whole = [deltas async for deltas in stream]
+                        passed_on = True
+                        for deltas in whole:
+                            yield _renamed(deltas, request.request_id)
+                return
+            except _LostError as lost:
+                may_wait = not passed_on and time.monotonic() < deadline
+                if not may_wait or (lost.held_request and not may_send_again):
+                    raise EngineUnavailableError(str(lost)) from lost
+                may_send_again = may_send_again and not lost.held_request
+                logger.warning("Request %s is sent again: %s", request.request_id, lost)
+            await asyncio.sleep(RETRY_PERIOD_S)
+
+    async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
         stream = cast(DeploymentResponseGenerator, self._streaming.generate.remote(request))
         ended = False
         try:
@@ -47,9 +87,12 @@ class ReplicaClient:
         except BackPressureError as error:
             ended = True
             raise QueueFullError(str(error)) from None
-        except (RayActorError, DeploymentUnavailableError) as error:
+        except DeploymentUnavailableError as error:
             ended = True
-            raise EngineUnavailableError("the replica that held this request is gone; send it again") from error
+            raise EngineUnavailableError(f"no replica runs, and none is on its way: {error}") from error
+        except RayActorError as error:
+            ended = True
+            raise _LostError("the replica that held this request is gone; send it again", True) from error
         finally:
             if not ended:
                 stream.cancel()
@@ -91,10 +134,18 @@ class ReplicaClient:
                 await asyncio.sleep(ABORT_PERIOD_S)
 
 
+def _renamed(deltas: list[SequenceDelta], request_id: str) -> list[SequenceDelta]:
+    for delta in deltas:
+        delta.request_id = request_id
+    return deltas
+
+
 def _error_of(refused: Refused) -> Exception:
     kinds: dict[Any, type[Exception]] = {
         "invalid": ValueError,
         "overloaded": QueueFullError,
         "unavailable": EngineUnavailableError,
     }
+    if refused.reason in ("lost", "dead"):
+        return _LostError(refused.message, held_request=refused.reason == "lost")
     return kinds[refused.reason](refused.message)

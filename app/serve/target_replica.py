@@ -139,8 +139,8 @@ class TargetReplica:
             meter.refuse("invalid")
             yield Refused("invalid", str(error))
         except RuntimeError as error:
-            meter.refuse("unavailable")
-            yield Refused("unavailable", str(error))
+            meter.refuse("lost")
+            yield Refused("lost", str(error))
         finally:
             meter.close()
             del self._open[request.request_id]
@@ -184,6 +184,10 @@ class TargetReplica:
         return self._engine
 
     def _refusal(self, request: GenerationRequest) -> Refused | None:
+        try:
+            self._running_engine.check_health()
+        except Exception as error:  # Serve learns of it at its next check, and sends requests until then
+            return Refused("dead", f"the engine has ended: {error}")
         if request.request_id in self._open:
             return Refused("invalid", f"request_id {request.request_id!r} is in use: choose another")
         num_sequences = sum(entry.num_sequences for entry in self._open.values())

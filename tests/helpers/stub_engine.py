@@ -37,13 +37,14 @@ class StubEngine:
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.num_speculative_tokens = 4
-        self.failure: Exception | None = None
+        self.failure: Exception | None = None  # of the engine, for good
+        self.refusal: Exception | None = None  # of requests
         self.was_shut_down = False
         self.counts: dict[str, Any] = dict(IDLE_STATS)
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
-        if self.failure is not None:
-            raise self.failure
+        if (error := self.failure or self.refusal) is not None:
+            raise error
         self.open.add(request.request_id)
         num_tokens = request.sampling_params.max_tokens or 16
         finished = False

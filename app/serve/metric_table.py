@@ -88,7 +88,8 @@ METRICS = (
         "requests_refused",
         "counter",
         "requests",
-        "Requests answered with an error by reason: `overloaded` (429), `invalid` (400) or `unavailable` (503).",
+        "Requests answered with an error by reason: `overloaded` (429), `invalid` (400), `unavailable` (503, out of "
+        "time), `lost` or `dead` (the engine ended with them, or before; the ingress sends them again where it can).",
         label="reason",
     ),
     Metric(

@@ -231,6 +231,12 @@ class Stream:
                 await asyncio.sleep(0.01)
         return self.items[0].text
 
+    async def goes_on(self, num_steps: int) -> None:
+        num_items = len(self.items) + num_steps
+        while len(self.items) < num_items:
+            assert not self._task.done(), "the answer was cut"
+            await asyncio.sleep(0.01)
+
     async def cancel(self) -> None:
         self._response.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -267,6 +273,7 @@ async def test_replicas_come_with_the_load_and_go_without_cutting_a_stream(clust
     for stream in burst:
         await stream.cancel()
     await until_replicas(1)
+    await asyncio.gather(*(stream.goes_on(num_steps=40) for stream in [*streams, late]))  # for two seconds
     end.touch()
     assert [await stream.is_whole() for stream in [*streams, late]] == [True] * 3
     assert len({stream.items[-1].text for stream in [*streams, late]}) == 2, "each on the replica that it began on"

@@ -102,14 +102,13 @@ def test_every_module_in_chunks_gives_what_the_equations_give(folder, chunk):
             for i, rows in runner.step(tokens, {i: given[i][start:end] for i, end in ends.items()}).items():
                 outputs[i].append(rows)
         for i, num in enumerate(num_rows):
-            pre = torch.cat(outputs[i])
+            ours = torch.cat(outputs[i])
             expected = direct.module_outputs(module, SEQUENCES[i][1 + module :], given[i][:num])
-            for ours, theirs in (
-                (pre, expected),
-                (mtp.recycled(module, pre), direct.recycled(module, expected)),
-                (mtp.logits(module, pre), direct.draft_logits(module, expected)),
+            for mine, theirs in (
+                (ours, direct.recycled(module, expected)),
+                (mtp.logits(module, ours), direct.draft_logits(module, expected)),
             ):
-                torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+                torch.testing.assert_close(mine, theirs, atol=2e-4, rtol=2e-4)
             given[i] = direct.recycled(module, expected)
 
 
@@ -172,7 +171,7 @@ def test_copies_of_the_targets_embedding_and_head_are_not_kept(checkpoint):
     names = {name.split(".")[2] for name, _ in mtp.named_modules() if name.count(".") >= 2}
     assert not names & {"embed_tokens", "lm_head"}, "the target's are no parameters of the drafter"
     outputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(mtp.logits(0, outputs), target.compute_logits(mtp.recycled(0, outputs)))
+    torch.testing.assert_close(mtp.logits(0, outputs), target.compute_logits(outputs))
 
 
 @pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
@@ -204,7 +203,7 @@ def draft_logits(folder: Path) -> torch.Tensor:
     positions, metadata = one_row_each([3], [0])
     hidden, token_ids = torch.randn(1, 64, generator=torch.Generator().manual_seed(1)), torch.tensor([VOCAB_SIZE - 1])
     outputs = [mtp(i, token_ids, hidden, positions, (torch.zeros(1, 4, 40),), metadata) for i in range(2)]
-    return torch.stack([mtp.logits(i, pre) for i, pre in enumerate(outputs)])
+    return torch.stack([mtp.logits(i, rows) for i, rows in enumerate(outputs)])
 
 
 def test_which_hidden_states_are_given_and_recycled_are_fields(checkpoint):
@@ -216,9 +215,15 @@ def test_which_hidden_states_are_given_and_recycled_are_fields(checkpoint):
     assert torch.equal(PagedRunner(raw_target).step({0: SEQUENCES[0]})[0], logits), "logits are the same either way"
     normed, unnormed = (hidden_of(model, SEQUENCES[1]) for model in (target, raw_target))
     torch.testing.assert_close(target.model.norm(unnormed), normed)
-    outputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
-    assert raw.recycled(1, outputs) is outputs
-    torch.testing.assert_close(mtp.recycled(1, outputs), mtp.layers[1].norm(outputs))
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(2))
+    positions, metadata = one_row_each([3, 9, 1], [0, 4, 8])
+    outputs, raw_outputs = (
+        module(1, torch.tensor([7, 8, 9]), hidden, positions, (torch.zeros(3, 4, 40),), metadata)
+        for module in (mtp, raw)
+    )
+    torch.testing.assert_close(outputs, mtp.layers[1].norm(raw_outputs))
+    assert not torch.allclose(outputs, raw_outputs)
+    torch.testing.assert_close(mtp.logits(1, outputs), raw.logits(1, raw_outputs))
 
 
 def hidden_of(model: CausalLM, token_ids: list[int]) -> torch.Tensor:

@@ -80,9 +80,9 @@ class LedMTP(DeepseekMTP):
         _lead_pass(module_index, token_ids, positions, attention, hidden_states)
         return super().forward(module_index, token_ids, hidden_states, positions, kv_layer, attention)
 
-    def logits(self, module_index: int, pre: torch.Tensor) -> torch.Tensor:
-        _lead_logits(module_index, pre)
-        return super().logits(module_index, pre)
+    def logits(self, module_index: int, outputs: torch.Tensor) -> torch.Tensor:
+        _lead_logits(module_index, outputs)
+        return super().logits(module_index, outputs)
 
 
 @dataclass(frozen=True)

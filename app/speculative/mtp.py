@@ -149,8 +149,7 @@ class MTPProposer:
             last = outputs if rows.max_seqlen_q == 1 else select_rows(outputs, rows.cu_seqlens_q[1:] - 1)
             self._last[module].index_copy_(0, to_device(slots, device), last)
             self._has_last[module, slots] = True
-            if module < num_modules - 1:
-                hidden_states = self._modules.recycled(module, outputs)
+            hidden_states = outputs
         # The rows of the last module are the fewest: what it has settled all have.
         self._kv.extend(slots, np.maximum(ends - self._kv.num_computed_tokens[slots], 0))
 
@@ -162,12 +161,11 @@ class MTPProposer:
         num_rows = np.minimum(depth, ends) if depth < num_modules else np.full(len(slots), num_modules)
         if module == 0:
             # All modules' outputs at the last position, as hidden states of the positions after it.
-            ahead = [self._modules.recycled(j, rows.outputs[j - num_modules]) for j in range(num_modules)]
-            given = torch.stack(ahead, dim=1).flatten(0, 1)
+            given = torch.stack(rows.outputs, dim=1).flatten(0, 1)
         else:
             if depth < num_modules:  # before those with drafts stands the settled row
                 rows.newest[:, -depth] = self._last[depth - 1, to_device(slots, self._context.device)]
-            given = self._modules.recycled(module - 1, rows.newest_of(num_rows))
+            given = rows.newest_of(num_rows)
         drafts = token_ids[np.arange(depth) >= depth - num_rows[:, None]]
         layout = lay_out_rows(slots, ends - num_rows, num_rows)
         rows.add(self._run(module, slots, layout, drafts, given), num_rows)
@@ -180,7 +178,7 @@ class MTPProposer:
         token_ids: np.ndarray,  # [num_tokens] int64
         hidden_states: torch.Tensor,  # [num_tokens, hidden_size]
     ) -> torch.Tensor:
-        """The module's outputs, before its norm; [num_tokens, hidden_size]."""
+        """The module's outputs; [num_tokens, hidden_size]."""
         context, device = self._context, self._context.device
         return self._modules(
             module,

@@ -112,30 +112,27 @@ class DeepseekMTP(nn.Module):
         positions: torch.Tensor,  # [num_tokens]: p; 0 for padding
         kv_layer: tuple[torch.Tensor, ...],
         attention: AttentionMetadata,
-    ) -> torch.Tensor:  # [num_tokens, hidden_size], before the module's norm
+    ) -> torch.Tensor:  # [num_tokens, hidden_size]: what the next draft, or the next module, is given
         module = self._modules_in_order[module_index]
         embedding = self._shared[0] if module.embed_tokens is None else module.embed_tokens
         embedded = embedding(token_ids)
         # On the device and by position, so that a captured graph and padding rows do the same.
-        embedded = torch.where(positions.unsqueeze(1) == 0, torch.zeros_like(embedded), embedded)
+        embedded = embedded.masked_fill_(positions.unsqueeze(1) == 0, 0)
         inputs = (module.enorm(embedded), module.hnorm(hidden_states))
         joined = torch.cat(inputs if self._family.embedding_first else inputs[::-1], dim=-1)
         hidden_states, residual = module.layer(module.eh_proj(joined), None, positions, kv_layer, attention)
-        return residual + hidden_states
+        normed, unnormed = module.norm.add(hidden_states, residual)
+        return normed if self.recycled_is_normed else unnormed
 
     def logits(
         self,
         module_index: int,
-        pre: torch.Tensor,  # [num_rows, hidden_size], of `forward`
+        outputs: torch.Tensor,  # [num_rows, hidden_size], of `forward`
     ) -> torch.Tensor:
         """fp32 [num_rows, vocab_size]."""
         module = self._modules_in_order[module_index]
         head = self._shared[1] if module.head is None else module.head
-        return vocab_logits(module.norm(pre), head.weight)
-
-    def recycled(self, module_index: int, pre: torch.Tensor) -> torch.Tensor:
-        """The hidden states that the next draft, or the next module, is given: [num_rows, hidden_size]."""
-        return self._modules_in_order[module_index].norm(pre) if self.recycled_is_normed else pre
+        return vocab_logits(outputs if self.recycled_is_normed else module.norm(outputs), head.weight)
 
 
 def load_mtp(

@@ -129,7 +129,7 @@ def _check(weight: StoredTensor, scale: StoredTensor, block_size: tuple[int, int
     expected = tuple(-(-size // block) for size, block in zip(weight.shape, block_size, strict=True))
     if scale.shape != expected or scale.dtype != SCALE_DTYPE:
         raise ValueError(
-            f"{scale.path}: {scale.name} is {scale.dtype} {list(scale.shape)}; {weight.name} of shape "
-            f"{list(weight.shape)} needs {SCALE_DTYPE} {list(expected)}, one scale a block of "
-            f"{block_size[0]} x {block_size[1]} (weight_block_size in config.json)"
+            f"{scale.path}: {scale.name} is {scale.dtype} {list(scale.shape)}; use a checkpoint with {SCALE_DTYPE} "
+            f"{list(expected)}, one scale a block of {block_size[0]} x {block_size[1]} (weight_block_size in "
+            f"config.json) of {weight.name}, whose shape is {list(weight.shape)}"
         )

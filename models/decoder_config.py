@@ -93,7 +93,8 @@ def read_rope(fields: ConfigFields) -> RopeConfig:
     type_field = "type" if "type" in section and "rope_type" not in section else "rope_type"
     rope_type = section.text(type_field) if type_field in section else "default"
     if rope_type not in ROPE_FIELDS:
-        raise section.error(type_field, f"implemented are {', '.join(ROPE_FIELDS)}")
+        known = ", ".join(ROPE_FIELDS)
+        raise section.error(type_field, f"use a checkpoint with one of {known}: no other is implemented")
     unknown = section.names() - ROPE_FIELDS[rope_type] - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
     if unknown:
         raise section.error(min(unknown), f"{rope_type} scaling has no such field; remove it")

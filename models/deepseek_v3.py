@@ -68,11 +68,13 @@ def _read_moe(fields: ConfigFields, config: ModelConfig, topk_methods: tuple[str
     fields.require("moe_layer_freq", 1, default=1)
     topk_method = fields.text("topk_method", default=topk_methods[0])
     if topk_method not in topk_methods:
-        raise fields.error("topk_method", f"implemented for {config.architecture} are {', '.join(topk_methods)}")
+        known = " or ".join(topk_methods)
+        raise fields.error("topk_method", f"use a checkpoint with {known}: {config.architecture} has no other here")
     method = TOPK_METHODS[topk_method]
     scoring_func = fields.text("scoring_func", default=method.scoring_func)
     if scoring_func not in SCORING_FUNCS or scoring_func != method.scoring_func:
-        raise fields.error("scoring_func", f'topk_method "{topk_method}" goes with "{method.scoring_func}"')
+        remedy = f'use a checkpoint with "{method.scoring_func}", which topk_method "{topk_method}" goes with'
+        raise fields.error("scoring_func", remedy)
 
     n_routed_experts, n_group = fields.integer("n_routed_experts"), fields.integer("n_group", default=1)
     topk_group = fields.integer("topk_group", default=n_group)

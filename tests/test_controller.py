@@ -203,6 +203,28 @@ def test_a_cost_model_follows_the_machine():
         assert float(model.seconds(rows)) == pytest.approx(2 * memory_bound(rows), rel=0.1)
 
 
+def test_rows_that_a_drafter_makes_up_for_are_no_part_of_a_drafts_cost():
+    """After a prompt, and after steps without drafts, the first pass has many rows; what is cheaper still counts."""
+    scripted = machine("one stream, good draft model")
+    controller = controller_of(scripted)
+    scripted.run(50, controller)
+    learned = float(controller._draft_cost.seconds(1))
+
+    def step(num_prompt_rows: int, num_drafts: int, propose_s: float) -> float:
+        controller._depth = num_drafts
+        batch = _Batch(np.array([0]), np.array([num_drafts]), 1 + num_prompt_rows + num_drafts)
+        verdict = Verdict(np.zeros((1, MAX_K + 1)), np.array([1]), np.array([0]), np.zeros(1, bool))
+        controller.observe(batch, verdict, StepTimings(propose_s=propose_s, forward_s=0.01))
+        return float(controller._draft_cost.seconds(1))
+
+    for rows, drafts in ((500, 1), (0, 0)):
+        step(rows, drafts, drafts * learned)
+        assert step(0, 1, 1.9 * learned) == pytest.approx(learned)
+    step(0, 0, 0.0)
+    assert step(0, 1, 0.5 * learned) < 0.99 * learned
+    assert step(0, 1, 1.5 * learned) > learned, "rows of a step of drafts are a draft's cost"
+
+
 def test_one_hiccup_does_not_change_what_is_believed():
     model = cost(memory_bound)
     model.observe(8, 10.0)

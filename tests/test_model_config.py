@@ -277,12 +277,12 @@ def test_without_a_dtype_it_is_that_of_the_weights(tmp_path, dtype):
         (
             LLAMA,
             {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            r'rope_scaling: type is "dynamic"; implemented are',
+            r'rope_scaling: type is "dynamic"; use a checkpoint with one of default, linear',
         ),
         (
             LLAMA,
             {"rope_parameters": {"rope_type": "longrope"}},
-            r'rope_type is "longrope"; implemented are .*llama3, yarn',
+            r'rope_type is "longrope"; use a checkpoint with one of .*llama3, yarn',
         ),
         (LLAMA, {"rope_scaling": {"rope_type": "linear"}}, r"rope_scaling: factor is missing"),
         (
@@ -303,12 +303,16 @@ def test_without_a_dtype_it_is_that_of_the_weights(tmp_path, dtype):
         (
             DEEPSEEK_V3,
             {"topk_method": "aux"},
-            r'topk_method is "aux"; implemented for DeepseekV3ForCausalLM are noaux_tc',
+            r'topk_method is "aux"; use a checkpoint with noaux_tc',
         ),
-        (V2_LITE, {"topk_method": "noaux_tc"}, r'topk_method is "noaux_tc"; .*are greedy, group_limited_greedy'),
-        (DEEPSEEK_V3, {"scoring_func": "tanh"}, r'scoring_func is "tanh"; topk_method "noaux_tc" goes with "sigmoid"'),
-        (DEEPSEEK_V3, {"scoring_func": "softmax"}, r'scoring_func is "softmax"; topk_method "noaux_tc" goes with'),
-        (DEEPSEEK_V3, {"rope_scaling": {"type": "su", "factor": 4}}, r'rope_scaling: type is "su"; implemented are'),
+        (V2_LITE, {"topk_method": "noaux_tc"}, r'topk_method is "noaux_tc"; .*greedy or group_limited_greedy'),
+        (
+            DEEPSEEK_V3,
+            {"scoring_func": "tanh"},
+            r'scoring_func is "tanh"; use .* "sigmoid", which topk_method "noaux_tc" goes with',
+        ),
+        (DEEPSEEK_V3, {"scoring_func": "softmax"}, r'scoring_func is "softmax"; use .* "sigmoid"'),
+        (DEEPSEEK_V3, {"rope_scaling": {"type": "su", "factor": 4}}, r'rope_scaling: type is "su"; use a checkpoint'),
         (
             DEEPSEEK_V3,
             {"rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"mscale_all_dim": None}},

@@ -63,7 +63,7 @@ def test_a_checkpoint_without_its_mtp_layer(checkpoint):
 def test_a_checkpoint_with_half_of_it(checkpoint):
     drop(checkpoint, "model.layers.2.", every=2)
     message = refusal(checkpoint)
-    assert_says(message, checkpoint, "missing: model.layers.2.", "Take a checkpoint with the whole of its MTP layer")
+    assert_says(message, checkpoint, "missing: model.layers.2.", "take a checkpoint with the whole of its MTP layer")
 
 
 def test_a_checkpoint_that_counts_no_mtp_layer(checkpoint):
@@ -76,11 +76,14 @@ def test_a_checkpoint_that_counts_no_mtp_layer(checkpoint):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"topk_method": "random"}, 'topk_method is "random"; implemented for DeepseekV3ForCausalLM are noaux_tc'),
-        ({"scoring_func": "tanh"}, 'scoring_func is "tanh"; topk_method "noaux_tc" goes with "sigmoid"'),
+        ({"topk_method": "random"}, 'topk_method is "random"; use a checkpoint with noaux_tc'),
+        (
+            {"scoring_func": "tanh"},
+            'scoring_func is "tanh"; use a checkpoint with "sigmoid", which topk_method "noaux_tc"',
+        ),
         (
             {"rope_parameters": {"rope_type": "spiral", "rope_theta": 10000.0}},
-            'rope_parameters: rope_type is "spiral"; implemented are default, linear, llama3, yarn',
+            'rope_parameters: rope_type is "spiral"; use a checkpoint with one of default, linear, llama3, yarn',
         ),
     ],
 )
@@ -96,7 +99,7 @@ def test_scales_of_the_wrong_shape(checkpoint):
     tensors[f"{KV_B}_scale_inv"] = torch.ones(3, 3)
     save_file(tensors, path, metadata={"format": "pt"})
     edit_config(checkpoint, quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]})
-    assert_says(refusal(checkpoint), path, f"{KV_B}_scale_inv is F32 [3, 3]", "F32 [1, 1]")
+    assert_says(refusal(checkpoint), path, f"{KV_B}_scale_inv is F32 [3, 3]", "use a checkpoint with F32 [1, 1]")
 
 
 @pytest.mark.parametrize(("k", "bound"), [(0, "greater than or equal to 1"), (33, "less than or equal to 32")])

@@ -7,7 +7,7 @@ import torch
 from app.engine.outputs import GenerationRequest
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
-from app.speculative.held_rows import HeldRows
+from app.speculative.held_rows import HeldRows, SlotRows
 from tests.helpers.mtp_reference import DraftRecorder, MTPReference, poison
 
 TOLERANCE = 2e-4
@@ -130,24 +130,30 @@ def test_rows_that_wait_fit_a_step(folder, monkeypatch):
 def test_held_rows_come_back_slot_by_slot():
     held = HeldRows(4)
 
-    def rows(*values: float) -> torch.Tensor:
-        return torch.tensor(values)[:, None]
+    def rows(**values: list[float]) -> SlotRows:
+        states = torch.tensor([value for of_slot in values.values() for value in of_slot])[:, None]
+        slots = np.array([int(name[1:]) for name in values])
+        return SlotRows(states, slots, np.array([len(of_slot) for of_slot in values.values()]))
 
-    held.add(rows(20, 21, 0), np.array([2, 2, 0]))
-    held.add(rows(1, 10, 22), np.array([0, 1, 2]))
+    def taken(num_kept: int) -> dict[int, list[float]]:
+        all_rows = held.take(num_kept)
+        parts = all_rows.hidden_states[:, 0].split(all_rows.num_rows.tolist())
+        return {slot: part.tolist() for slot, part in zip(all_rows.slots.tolist(), parts, strict=True)}
+
+    held.add(rows(s2=[20, 21], s0=[0]))
+    held.add(rows(s0=[1], s1=[10], s2=[22]))
     assert held.num_new.tolist() == [2, 1, 3, 0]
     held.drop([1, 3])
-    states, slots, num_rows = held.take(num_kept=1)
-    assert states[:, 0].tolist() == [0, 1, 20, 21, 22]
-    assert (slots.tolist(), num_rows.tolist()) == ([0, 2], [2, 3])
+    assert taken(num_kept=1) == {0: [0, 1], 2: [20, 21, 22]}
     assert not held.num_new.any()
-    held.add(rows(2), np.array([0]))
+    held.add(rows(s0=[2]))
     assert held.num_new.tolist() == [1, 0, 0, 0]
-    states, slots, num_rows = held.take(num_kept=0)
-    assert states[:, 0].tolist() == [1, 2, 22]
-    assert (slots.tolist(), num_rows.tolist()) == ([0, 2], [2, 1])
-    held.add(rows(3, 4), np.array([3, 1]))
-    assert held.take(num_kept=0)[1].tolist() == [3, 1], "rows of one step stay as they are"
-    held.add(rows(3), np.array([3]))
+    assert taken(num_kept=2) == {0: [1, 2], 2: [22]}
+    held.drop([0])
+    held.add(rows(s3=[3, 4], s1=[5]))
+    assert taken(num_kept=0) == {2: [22], 3: [3, 4], 1: [5]}
+    held.add(rows(s3=[6]))
     held.drop([3])
     assert not held.num_new.any()
+    held.add(rows(s3=[7]))
+    assert taken(num_kept=0) == {3: [7]}

@@ -67,6 +67,7 @@ class DraftLengthController:
         self._decision: Decision | None = None
         self._explores = False
         self._depth = 0  # passes that the drafter was asked for in this step
+        self._leaves_backlog = True  # the last step left the drafter more rows than a step of drafts does
 
     def plan(self, state: SequenceState, plan: StepPlan) -> StepPlan:
         """The plan with the draft lengths that pay, where they can be told before drafting; else `cut` does."""
@@ -118,7 +119,12 @@ class DraftLengthController:
         self._pass_cost.observe(batch.num_tokens, pass_s)
         num_drafting = int((batch.num_draft_tokens > 0).sum())
         if self._draft_cost is not None and self._depth and num_drafting:
-            self._draft_cost.observe(num_drafting, timings.propose_s / self._depth)
+            draft_s = timings.propose_s / self._depth
+            if self._leaves_backlog:  # it made drafts dearer than they are, never cheaper
+                draft_s = min(draft_s, float(self._draft_cost.seconds(num_drafting)))
+            self._draft_cost.observe(num_drafting, draft_s)
+        num_prompt_rows = batch.num_tokens - len(batch.slots) - int(batch.num_draft_tokens.sum())
+        self._leaves_backlog = num_prompt_rows > 0 or not num_drafting
         if not self._states_acceptance:
             self._acceptance.observe(batch.slots, batch.num_draft_tokens, verdict.num_accepted)
         totals = self.totals

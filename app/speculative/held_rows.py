@@ -1,9 +1,28 @@
 """Hidden states of the target that a drafter has not been run over yet."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
 from app.engine.batch import select_rows
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """Rows at consecutive positions of some slots, one after the other."""
+
+    hidden_states: torch.Tensor  # [sum(num_rows), hidden_size]
+    slots: np.ndarray  # [n] int64, each once
+    num_rows: np.ndarray  # [n] int64
+
+    def cut(self, num_rows: np.ndarray) -> "SlotRows":
+        """The last `num_rows` [n] of each slot, which has no fewer; slots of 0 are left out."""
+        if (num_rows == self.num_rows).all():
+            return self
+        from_end = np.repeat(np.cumsum(self.num_rows), self.num_rows) - np.arange(len(self.hidden_states))
+        rows, kept = np.flatnonzero(from_end <= np.repeat(num_rows, self.num_rows)), num_rows > 0
+        return SlotRows(select_rows(self.hidden_states, rows), self.slots[kept], num_rows[kept])
 
 
 class HeldRows:
@@ -15,42 +34,34 @@ class HeldRows:
 
     def __init__(self, max_num_seqs: int) -> None:
         self.num_new = np.zeros(max_num_seqs, dtype=np.int64)
-        self._steps: list[tuple[torch.Tensor, np.ndarray]] = []  # hidden states, and each row's slot; slot by slot
+        self._steps: list[SlotRows] = []
 
-    def add(self, hidden_states: torch.Tensor, slots: np.ndarray) -> None:
-        """Rows [n, hidden_size] of one step, of the sequences at `slots` [n], one after the other."""
-        self._steps.append((hidden_states, slots))
-        self.num_new += np.bincount(slots, minlength=len(self.num_new))
+    def add(self, rows: SlotRows) -> None:
+        """Rows of one step."""
+        self._steps.append(rows)
+        self.num_new[rows.slots] += rows.num_rows
 
     def drop(self, dropped: list[int]) -> None:
         """Lets go of all rows of some slots."""
         self.num_new[dropped] = 0
         if self._steps and dropped:
-            hidden_states, slots = self._together()
-            self._steps = []
-            self._keep(hidden_states, slots, ~np.isin(slots, dropped))
+            rows = self._together()
+            self._keep(rows, np.where(np.isin(rows.slots, dropped), 0, rows.num_rows))
 
-    def take(self, num_kept: int) -> tuple[torch.Tensor, np.ndarray, np.ndarray]:
-        """All rows, slot by slot; the slots, and how many rows each has. The last `num_kept` of each stay, not new."""
-        hidden_states, slots = self._together()
-        self._steps = []
+    def take(self, num_kept: int) -> SlotRows:
+        """All rows. The last `num_kept` of each slot stay, and are no longer new."""
+        rows = self._together()
         self.num_new[:] = 0
-        firsts = np.flatnonzero(np.diff(slots, prepend=-1))
-        num_rows = np.diff(firsts, append=len(slots))
-        if num_kept:
-            self._keep(hidden_states, slots, np.repeat(firsts + num_rows, num_rows) - np.arange(len(slots)) <= num_kept)
-        return hidden_states, slots[firsts], num_rows
+        self._keep(rows, np.minimum(rows.num_rows, num_kept))
+        return rows
 
-    def _together(self) -> tuple[torch.Tensor, np.ndarray]:
+    def _together(self) -> SlotRows:
         if len(self._steps) == 1:
             return self._steps[0]
-        states, slots = zip(*self._steps, strict=True)
-        together = np.concatenate(slots)
-        order = np.argsort(together, kind="stable")
-        return select_rows(torch.cat(states), order), together[order]
+        row_slots = np.concatenate([np.repeat(step.slots, step.num_rows) for step in self._steps])
+        order = np.argsort(row_slots, kind="stable")
+        slots, num_rows = np.unique(row_slots, return_counts=True)
+        return SlotRows(select_rows(torch.cat([step.hidden_states for step in self._steps]), order), slots, num_rows)
 
-    def _keep(self, hidden_states: torch.Tensor, slots: np.ndarray, kept: np.ndarray) -> None:
-        if kept.all():
-            self._steps.append((hidden_states, slots))
-        elif kept.any():
-            self._steps.append((select_rows(hidden_states, np.flatnonzero(kept)), slots[kept]))
+    def _keep(self, rows: SlotRows, num_rows: np.ndarray) -> None:
+        self._steps = [rows.cut(num_rows)] if num_rows.any() else []

@@ -22,7 +22,7 @@ from app.speculative.config import MTPConfig
 from app.speculative.draft_chain import draw_chain
 from app.speculative.draft_rows import DraftRows
 from app.speculative.drafter_kv import DrafterKV
-from app.speculative.held_rows import HeldRows
+from app.speculative.held_rows import HeldRows, SlotRows
 from app.speculative.led_drafter import DrafterFollower, DrafterPass, LedMTP
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
 from app.speculative.proposer import Drafts, Verdict
@@ -102,7 +102,8 @@ class MTPProposer:
             rows += np.arange(len(rows))
             hidden_states = select_rows(hidden_states, rows)
         if len(hidden_states):
-            self._held.add(hidden_states, np.repeat(batch.slots, num_rows))
+            kept = num_rows > 0
+            self._held.add(SlotRows(hidden_states, batch.slots[kept], num_rows[kept]))
 
     def reset(self) -> None:
         self._kv.reset()
@@ -112,10 +113,10 @@ class MTPProposer:
     def _forget(self, plan: StepPlan) -> None:
         """Drops what is known of slots that changed hands; an admitted one drafts if its cached prefix is whole."""
         self._kv.apply(plan)
-        self._drop(plan.released_slots)
+        if plan.released_slots or plan.admitted:
+            self._drop([*plan.released_slots, *(admitted.slot for admitted in plan.admitted)])
         self._is_blind[plan.released_slots] = True
         for admitted in plan.admitted:
-            self._drop([admitted.slot])
             has_prefix = self._kv.num_computed_tokens[admitted.slot] == admitted.num_computed_tokens
             self._is_blind[admitted.slot] = not has_prefix
 
@@ -129,7 +130,8 @@ class MTPProposer:
         if not self._held.num_new.any():
             return
         num_modules, device = self._modules.num_modules, self._context.device
-        hidden_states, slots, num_rows = self._held.take(num_kept=num_modules - 1)
+        held = self._held.take(num_kept=num_modules - 1)
+        hidden_states, slots, num_rows = held.hidden_states, held.slots, held.num_rows
         ends = state.num_computed_tokens[slots]
         starts = ends - num_rows
         for module in range(num_modules):

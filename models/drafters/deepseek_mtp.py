@@ -201,7 +201,7 @@ def _load_module(
         tensors = match_tensors(own, destinations, config, "|".join(harmless), elsewhere)
     except ValueError as error:
         raise ValueError(
-            f"module {module_index} of multi-token prediction can not be loaded: {error}. Take a checkpoint with the "
+            f"module {module_index} of multi-token prediction can not be loaded: {error}: take a checkpoint with the "
             "whole of its MTP layer, or choose another speculative method"
         ) from error
     fill(destinations, tensors, device, progress)

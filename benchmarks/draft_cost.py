@@ -28,26 +28,44 @@ def arithmetic_share(config: ModelConfig) -> float:
 
 
 def add_draft_costs(methods: dict[str, dict[str, Any]], config: ModelConfig, num_drafts: int | str | None) -> None:
-    """To each workload of an mtp method, under `draft_cost`.
+    """To each workload of an mtp method, under `draft_cost`. Where the number of drafts changes, shares are unknown.
 
-    A draft's pass has a row a sequence, as the target's has in plain decoding, and is set beside it; the first has a
-    row for each token that was kept. Where the number of drafts changes from step to step, passes are not counted.
+    `pass_share`: a draft's pass beside a pass of plain decoding. `rows_share`: all that drafting takes beside what the
+    target takes for as many rows, sampling included on both sides; this is what arithmetic speaks of.
     """
     for method, result in methods.items():
         name, _, number_text = method.partition(":")
         if name != "mtp":
             continue
-        drafts = number_text or num_drafts
-        num_passes = int(drafts) + config.num_nextn_predict_layers - 1 if str(drafts).isdecimal() else None
+        drafts, num_modules = number_text or num_drafts, config.num_nextn_predict_layers
+        k = int(drafts) if str(drafts).isdecimal() and "plain" in methods else None
         for workload, cell in result["workloads"].items():
-            step = cell["step_ms"]
-            plain = methods["plain"]["workloads"][workload]["step_ms"]["forward"] if "plain" in methods else None
-            pass_share = step["propose"] / num_passes / plain if num_passes and plain else None
+            step, pass_share, rows_share = cell["step_ms"], None, None
+            if k is not None:
+                plain = methods["plain"]["workloads"][workload]["step_ms"]
+                pass_share = step["propose"] / (k + num_modules - 1) / plain["forward"]
+                rows_share = step["propose"] / target_ms(plain, step, cell["mean_acceptance_length"], k, num_modules)
             cell["draft_cost"] = {
                 "share_of_step": step["propose"] / step["total"],
                 "pass_share": pass_share,
+                "rows_share": rows_share,
                 "arithmetic": arithmetic_share(config),
             }
+
+
+def target_ms(
+    plain: dict[str, float],  # a step of plain decoding by phase: one row a sequence
+    step: dict[str, float],  # a step with k drafts: 1 + k rows a sequence
+    num_kept: float,  # tokens a sequence and step, which the modules run over at first
+    k: int,
+    num_modules: int,
+) -> float:
+    """The target's time for the rows of a step's drafting: passes over what was kept, then over a row each.
+
+    Between the two steps that are measured, a pass costs in proportion to its rows.
+    """
+    pass_over_kept = plain["forward"] + (step["forward"] - plain["forward"]) * (num_kept - 1) / k
+    return num_modules * pass_over_kept + (k - 1) * plain["forward"] + k * plain["verify"]
 
 
 def print_draft_costs(methods: dict[str, dict[str, Any]]) -> None:
@@ -58,11 +76,12 @@ def print_draft_costs(methods: dict[str, dict[str, Any]]) -> None:
                 cost, step = cell["draft_cost"], cell["step_ms"]
                 shares = [cost["share_of_step"], step["verify"] / step["total"]]
                 shares.append(1 - sum(shares) - step["forward"] / step["total"])
-                passes = [cost["pass_share"], cost["arithmetic"]]
+                passes = [cost["pass_share"], cost["rows_share"], cost["arithmetic"]]
                 rows.append([name, method, *(number(value, 2) for value in [*shares, *passes])])
     if rows:
-        headers = ["workload", "method", "propose", "verify", "rest", "a draft's pass", "by arithmetic"]
+        headers = ["workload", "method", "propose", "verify", "rest", "a draft's pass", "by rows", "by arithmetic"]
         print(f"\n{format_table(headers, rows)}\n")
         print(
-            "Shares of a step, the rest being the target's pass. A draft's pass: beside the target's of as many rows.\n"
+            "Shares of a step, the rest being the target's pass. A draft's pass: beside one of plain decoding. "
+            "By rows: drafting beside the target over as many rows.\n"
         )

@@ -14,7 +14,7 @@ import torch
 
 from app.engine.outputs import SequenceDelta
 from benchmarks import bench_engine, bench_serve, compare, engine_methods
-from benchmarks.draft_cost import arithmetic_share
+from benchmarks.draft_cost import arithmetic_share, target_ms
 from benchmarks.engine_report import count_equal
 from benchmarks.engine_runs import COUNTS, EngineRunner, difference
 from benchmarks.first_layers import keep_first_layers
@@ -240,7 +240,15 @@ def test_engine_benchmark_of_mtp_says_what_drafting_costs(tiny_checkpoint, tmp_p
     assert mtp["torch_operators_ms"] is None  # of dense models only
     cost = mtp["draft_cost"]
     assert cost["pass_share"] == mtp["step_ms"]["propose"] / 2 / plain["step_ms"]["forward"]
+    assert cost["rows_share"] > 0
     assert 0 < cost["share_of_step"] < 1
+
+
+def test_drafting_is_set_beside_the_targets_passes_over_as_many_rows():
+    """One row costs 10 ms and four cost 16: a pass over the 2.5 that were kept, two over one; three of sampling."""
+    plain, step = {"forward": 10.0, "verify": 1.0}, {"forward": 16.0, "verify": 2.0}
+    assert target_ms(plain, step, num_kept=2.5, k=3, num_modules=1) == 13 + 2 * 10 + 3
+    assert target_ms(plain, step, num_kept=2.5, k=3, num_modules=2) == 2 * 13 + 2 * 10 + 3
 
 
 def test_the_arithmetic_of_a_draft_is_that_of_a_modules_row(tiny_checkpoint):

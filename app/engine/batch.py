@@ -147,7 +147,8 @@ def attention_metadata(
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def select_rows(tensor: torch.Tensor, rows: np.ndarray) -> torch.Tensor:

@@ -71,6 +71,8 @@ class AnswerMemory:
             rest = np.flatnonzero(~is_found.any(axis=1))
             if len(rest):
                 ends[rest], is_found[rest] = self._candidates(level, suffixes[rest], owners[rest])
+        if not is_found.any():
+            return Continuations.none(len(suffixes), width)
         before = self._before(ends, MAX_MATCH_LENGTH)
         before[~is_found] = NO_TOKEN
         after = self._token_ids[(ends[:, :, None] + np.arange(width)) % self.capacity].astype(np.int64)

@@ -27,8 +27,9 @@ class Continuations:
 
     @staticmethod
     def none(num_seqs: int, width: int) -> "Continuations":
-        shape, lengths = (num_seqs, width), np.zeros(num_seqs, dtype=np.int64)
-        return Continuations(np.zeros(shape, dtype=np.int64), lengths, lengths, np.zeros(shape, dtype=bool))
+        shape = (num_seqs, width)
+        num_tokens, match_lengths = np.zeros((2, num_seqs), dtype=np.int64)
+        return Continuations(np.zeros(shape, dtype=np.int64), num_tokens, match_lengths, np.zeros(shape, dtype=bool))
 
 
 def endings(token_ids: np.ndarray, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
@@ -51,6 +52,8 @@ def continue_sequences(
     for i, (slot, num) in enumerate(zip(slots.tolist(), num_tokens.tolist(), strict=True)):
         found = occurrences(token_ids[slot, :num])
         ends[i, : len(found)] = found
+    if not ends.any():
+        return Continuations.none(len(slots), width)
     before = ends[:, :, None] - np.arange(1, MAX_MATCH_LENGTH + 1)
     after = ends[:, :, None] + np.arange(width)
     rows = slots[:, None, None]

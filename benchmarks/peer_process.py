@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.machine import process_tree_memory
+from benchmarks.machine import process_tree, process_tree_memory
 from benchmarks.workloads import matching_prefix
 
 RUNNERS = Path(__file__).with_name("peers")
@@ -40,7 +40,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                start_new_session=True,  # its children stand still with it
+                start_new_session=True,  # Ctrl-C is ours to answer
             )
         hello = self._receive()
         self.version: str = hello["version"]
@@ -89,8 +89,11 @@ class PeerProcess:
             self._signal(signal.SIGSTOP)
 
     def _signal(self, number: signal.Signals) -> None:
+        """To the peer and all its descendants, some of which may lead process groups of their own."""
         if self._process.poll() is None:
-            os.killpg(self._process.pid, number)
+            for pid in process_tree(self._process.pid):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -31,6 +31,21 @@ class RayActorOptions(_Section):
     runtime_env: dict[str, Any] | None = None
 
 
+class DraftActorOptions(_Section):
+    """What Ray reserves for the draft actor of a replica, in the bundle of rank 0."""
+
+    num_cpus: float | None = Field(
+        default=None, ge=0, description="Default: 1 for a draft model, whose threads they are; 0 for lookups."
+    )
+    num_gpus: float | None = Field(
+        default=None,
+        ge=0,
+        lt=1,
+        description="Share of rank 0's GPU: what is reserved there is divided between the two. "
+        "Default: 0.1 for a draft model where rank 0 has a GPU.",
+    )
+
+
 class AutoscalingConfig(_Section):
     """Ray Serve's options and the targets of our policy, `app/serve/autoscaling.py`: load of one replica each.
 
@@ -96,6 +111,9 @@ class DeploymentConfig(_Section):
     health_check_period_s: float = Field(default=2.0, gt=0, description="A lost rank is noticed so much later.")
     health_check_timeout_s: float = Field(default=30.0, gt=0)
     ray_actor_options: RayActorOptions = RayActorOptions()
+    draft_actor_options: DraftActorOptions | None = Field(
+        default=None, description="Of speculative_config.placement actor."
+    )
     placement_group_strategy: PlacementStrategy = Field(
         default="PACK", description="How the ranks of a replica spread over nodes."
     )
@@ -197,6 +215,25 @@ class AppConfig(EngineConfig):
         return self
 
     @model_validator(mode="after")
+    def _draft_actors_have_options(self) -> Self:
+        if self.deployment_config.draft_actor_options is not None and not self.has_draft_actor:
+            raise ValueError(
+                "deployment_config.draft_actor_options is given, and no draft actor: leave it out, or set "
+                "speculative_config.placement to actor"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _drafts_are_given_up_before_the_step(self) -> Self:
+        speculative = self.speculative_config
+        if speculative is not None and self.has_draft_actor and speculative.draft_timeout_s >= self.step_timeout_s:
+            raise ValueError(
+                f"speculative_config.draft_timeout_s is {speculative.draft_timeout_s:g}, and step_timeout_s "
+                f"{self.step_timeout_s:g}: a late draft must end before its step is given up; lower the first"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _find_checkpoints(self) -> Self:
         self.model = _find_checkpoint("model", self.model)
         speculative = self.speculative_config
@@ -208,6 +245,10 @@ class AppConfig(EngineConfig):
     @property
     def model_name(self) -> str:
         return self.served_model_name or Path(self.model).name.removesuffix(".gguf")
+
+    @property
+    def has_draft_actor(self) -> bool:
+        return self.speculative_config is not None and self.speculative_config.placement == "actor"
 
     @property
     def max_queued_requests(self) -> int:

@@ -16,6 +16,11 @@ class Executor(Protocol):
 
     max_in_flight: int  # plans that may be out before the oldest one's result is taken
 
+    @property
+    def num_microbatches(self) -> int | None:
+        """Plans that running sequences take turns in, one at a time each; None: every plan takes them all."""
+        ...
+
     def submit(self, plan: StepPlan) -> PendingStep: ...
 
     def stats(self) -> dict[str, float]:
@@ -35,6 +40,7 @@ class LocalExecutor:
     """One rank, in this process: a step runs when its result is taken."""
 
     max_in_flight = 1
+    num_microbatches = None
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

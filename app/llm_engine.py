@@ -153,7 +153,7 @@ class LLMEngine:
         """
         start = time.perf_counter()
         while len(self._in_flight) < self.executor.max_in_flight:
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(self.executor.num_microbatches)
             if plan is None:
                 break
             self._in_flight.append((plan, self.executor.submit(plan)))

@@ -8,7 +8,7 @@ from ray import serve
 
 from app.config import AppConfig
 from app.serve.ingress import Ingress
-from app.serve.placement import check_placeable, rank_bundles, rank_options
+from app.serve.placement import check_placeable, first_rank_options, rank_bundles, rank_options
 from app.serve.target_replica import TargetReplica
 
 MAX_LOAD_ATTEMPTS = 2
@@ -54,17 +54,23 @@ def _target_options(args: AppConfig) -> dict[str, Any]:
 
 
 def _placement(args: AppConfig) -> dict[str, Any]:
-    """What Ray reserves for a replica; with several ranks a bundle each, and the replica itself sits in the first."""
+    """What Ray reserves for a replica; with several ranks a bundle each, and the replica itself sits in the first.
+
+    One rank is the replica itself; a draft actor beside it takes a part of the one bundle.
+    """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]] if ray.is_initialized() else []
     has_gpus = any(node.get("GPU", 0) > 0 for node in nodes)
-    if args.tensor_parallel_size == 1:
+    if args.tensor_parallel_size == 1 and not args.has_draft_actor:
         return {"ray_actor_options": rank_options(args, has_gpus)}
     bundles, strategy = rank_bundles(args, has_gpus), args.deployment_config.placement_group_strategy
     if nodes and not args.deployment_config.wait_for_nodes:
         check_placeable(bundles, strategy, nodes)
     runtime_env = args.deployment_config.ray_actor_options.runtime_env
+    replica = {"num_cpus": 0, **({"runtime_env": runtime_env} if runtime_env else {})}
+    if args.tensor_parallel_size == 1:
+        replica = first_rank_options(args, has_gpus)
     return {
-        "ray_actor_options": {"num_cpus": 0, **({"runtime_env": runtime_env} if runtime_env else {})},
+        "ray_actor_options": replica,
         "placement_group_bundles": bundles,
         "placement_group_strategy": strategy,
     }

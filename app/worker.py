@@ -79,9 +79,7 @@ class Worker:
         stats: dict[str, float] = {f"num_refused_{reason}": num for reason, num in self.num_refused_drafts.items()}
         stats["num_drafter_restarts"] = self.num_drafter_restarts
         if self.controller is not None:
-            totals = self.controller.totals
-            gains = {"predicted_gain": totals.predicted_gain, "measured_gain": totals.measured_gain}
-            stats |= {f"controller_{name}": value for name, value in {**vars(totals), **gains}.items()}
+            stats |= self.controller.stats()
         return stats
 
     def _catch_up(self, plan: StepPlan) -> str | None:
@@ -96,11 +94,11 @@ class Worker:
     def _propose(self, plan: StepPlan) -> tuple[Drafts, str | None]:
         if self.proposer is None:
             return Drafts.none(len(plan.scheduled)), None
-        num_left = _num_draft_tokens(plan)
+        num_left = plan.num_draft_tokens
         try:
             if self.controller is not None:
                 plan = self.controller.plan(self.state, plan)
-                num_left = self._refuse("controller", num_left, _num_draft_tokens(plan))
+                num_left = self._refuse("controller", num_left, plan.num_draft_tokens)
             drafts = self.proposer.propose(self.state, plan)
             self._check(drafts, plan)
             num_left = self._refuse("proposer", num_left, int(drafts.num_tokens.sum()))
@@ -189,10 +187,6 @@ class Worker:
             entries = token_logprobs(logits, piece.token_ids, params.prompt_logprobs)
             logprobs.setdefault(piece.index, []).extend(entries)
         return logprobs
-
-
-def _num_draft_tokens(plan: StepPlan) -> int:
-    return sum(scheduled.num_draft_tokens for scheduled in plan.scheduled)
 
 
 @dataclass

@@ -51,6 +51,7 @@ class LoadedModel:
     num_blocks: int
     num_lookahead_tokens: int  # that the prefix cache's digests must cover, for the drafter's sake
     weight_bytes: int  # of the target, read once a step
+    controller: DraftLengthController | None = None  # of drafts that are made elsewhere, told before they are
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,19 @@ class _Networks:
     max_model_len: int
 
 
-def load_worker(config: EngineConfig, progress: bool, num_ranks_on_host: int = 1) -> tuple[Worker, LoadedModel]:
+def load_worker(
+    config: EngineConfig, progress: bool, num_ranks_on_host: int = 1, remote: LoadedProposer | None = None
+) -> tuple[Worker, LoadedModel]:
     """Loads what `config` names, with bars where `progress`, as the only rank or as rank 0 of this process's group.
 
+    `remote` stands in for a drafter that has been loaded elsewhere.
     Raises ValueError for what cannot be honoured, before any weight is read where that can be told.
     """
     check_ranks(config)
+    check_drafter(config, remote)
     folder = resolve_checkpoint(config.model, progress, DTYPES.get(config.dtype))
     model_config, tokenizer = read_model_config(folder), load_tokenizer(folder)
-    networks = _load_networks(config, folder, tokenizer, progress, num_ranks_on_host)
+    networks = _load_networks(config, folder, tokenizer, progress, num_ranks_on_host, remote)
     proposer, pool = networks.loaded_proposer, networks.pool
     logger.info(
         "KV pool: %d blocks of %d tokens, %.0f MiB; context %d tokens",
@@ -80,7 +85,9 @@ def load_worker(config: EngineConfig, progress: bool, num_ranks_on_host: int = 1
         pool.num_bytes / 2**20,
         networks.max_model_len,
     )
-    worker = build_worker(config, networks.model, proposer, pool, networks.max_model_len)
+    worker, controller = build_worker(config, networks.model, proposer, pool, networks.max_model_len), None
+    if remote is not None and not remote.states_acceptance:
+        controller, worker.controller = worker.controller, None
     return worker, LoadedModel(
         folder=folder,
         tokenizer=tokenizer,
@@ -90,6 +97,7 @@ def load_worker(config: EngineConfig, progress: bool, num_ranks_on_host: int = 1
         num_blocks=pool.num_blocks,
         num_lookahead_tokens=proposer.num_lookahead_tokens if proposer is not None else 0,
         weight_bytes=weight_bytes(networks.model),
+        controller=controller,
     )
 
 
@@ -117,7 +125,12 @@ def load_follower(config: EngineConfig, num_ranks_on_host: int) -> Follower:
 
 
 def _load_networks(
-    config: EngineConfig, folder: Path, tokenizer: PreTrainedTokenizerFast, progress: bool, num_ranks_on_host: int
+    config: EngineConfig,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    progress: bool,
+    num_ranks_on_host: int,
+    remote: LoadedProposer | None = None,
 ) -> _Networks:
     device = select_device(config.device)
     if config.num_threads is not None:
@@ -125,8 +138,9 @@ def _load_networks(
     model_config = read_model_config(folder)
     max_model_len = served_context(config, model_config)
     model = load_model(folder, DTYPES.get(config.dtype), device, progress, max_model_len)
-    speculative, loaded_proposer = config.speculative_config, None
-    if speculative is not None and (parallel.tp_rank() == 0 or speculative.shares_drafter(parallel.tp_size())):
+    speculative, loaded_proposer = config.speculative_config, remote
+    has_share = speculative is not None and speculative.shares_drafter(parallel.tp_size())
+    if speculative is not None and speculative.placement == "inline" and (parallel.tp_rank() == 0 or has_share):
         target = TargetContext(
             folder, model, model.config, tokenizer, max_model_len, model.config.dtype, device, progress
         )
@@ -135,7 +149,8 @@ def _load_networks(
     num_blocks = plan_num_blocks(
         None if config.kv_cache_memory == "auto" else config.kv_cache_memory,
         available_memory(device, num_ranks_on_host),
-        block_bytes(specs, config.block_size),
+        block_bytes(specs, config.block_size)
+        + config.block_size * (loaded_proposer.elsewhere_token_bytes if loaded_proposer is not None else 0),
         config.block_size,
         step_shape(config, model_config, max_model_len, loaded_proposer),
     )
@@ -150,7 +165,7 @@ def build_worker(
     state = SequenceState(config.max_num_seqs, max_model_len, config.block_size)
     sampler = Sampler(LogitsProcessor(state))
     num_layers, speculative, device = len(model.kv_specs()), config.speculative_config, pool.device
-    verification = speculative.verification if speculative is not None else "auto"
+    verification = speculative.verification_mode if speculative is not None else "auto"
     proposer, controller = None, None
     if loaded_proposer is not None:
         assert speculative is not None
@@ -185,11 +200,10 @@ def load_controller(
 ) -> DraftLengthController:
     """Times passes of the target, and of the drafter if there is one, to start the controller's cost models."""
     assert config.speculative_config is not None
-    num_layers, draft_cost = len(model.kv_specs()), None
+    num_layers, draft_cost = len(model.kv_specs()), proposer.draft_cost
     pass_cost = calibrate_target(config, ModelRunner(model, pool.layers[:num_layers]))
     if proposer.drafter is not None:
-        most_rows = min(_calibrated_rows(config), max(config.max_num_seqs, 2))
-        draft_cost = _calibrate(ModelRunner(proposer.drafter, pool.layers[num_layers:]), most_rows)
+        draft_cost = calibrate_drafter(config, ModelRunner(proposer.drafter, pool.layers[num_layers:]))
     return DraftLengthController(
         config.max_num_seqs,
         config.speculative_config.draft_limit,
@@ -203,6 +217,11 @@ def load_controller(
 def calibrate_target(config: EngineConfig, model_runner: ModelRunner) -> CostModel:
     """What a pass of the target costs; every rank must run it."""
     return _calibrate(model_runner, max(_calibrated_rows(config), 2))
+
+
+def calibrate_drafter(config: EngineConfig, model_runner: ModelRunner) -> CostModel:
+    """What a pass of the drafter costs: a row a sequence."""
+    return _calibrate(model_runner, min(_calibrated_rows(config), max(config.max_num_seqs, 2)))
 
 
 def _calibrated_rows(config: EngineConfig) -> int:
@@ -232,6 +251,16 @@ def check_ranks(config: EngineConfig) -> None:
         raise ValueError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, and an engine outside Ray Serve has one rank: "
             "use 1, or serve it with `serve run`"
+        )
+
+
+def check_drafter(config: EngineConfig, remote: LoadedProposer | None) -> None:
+    """Raises ValueError where drafts are to be made elsewhere, and nobody makes them."""
+    speculative = config.speculative_config
+    if speculative is not None and speculative.placement == "actor" and remote is None:
+        raise ValueError(
+            "speculative_config.placement is actor, and an engine outside Ray Serve has no actors: use inline, or "
+            "serve it with `serve run`"
         )
 
 

@@ -211,7 +211,7 @@ def test_rows_that_a_drafter_makes_up_for_are_no_part_of_a_drafts_cost():
     learned = float(controller._draft_cost.seconds(1))
 
     def step(num_prompt_rows: int, num_drafts: int, propose_s: float) -> float:
-        controller._depth = num_drafts
+        controller.choice.depth = num_drafts
         batch = _Batch(np.array([0]), np.array([num_drafts]), 1 + num_prompt_rows + num_drafts)
         verdict = Verdict(np.zeros((1, MAX_K + 1)), np.array([1]), np.array([0]), np.zeros(1, bool))
         controller.observe(batch, verdict, StepTimings(propose_s=propose_s, forward_s=0.01))

@@ -27,6 +27,8 @@ LAYERS = {
     "app.executor": 4,
     "app.worker": 4,
     "app.follower": 4,
+    "app.drafted_executor": 4,
+    "app.drafter_loader": 4,
     "app.worker_loader": 4,
     "app.engine_config": 4,
     "app.api": 5,

@@ -4,7 +4,15 @@ import pytest
 
 from app.config import AppConfig
 from app.serve.host_interface import interface_of
-from app.serve.placement import check_placeable, missing, order_of_ranks, rank_bundles, rank_options
+from app.serve.placement import (
+    check_placeable,
+    draft_actor_options,
+    first_rank_options,
+    missing,
+    order_of_ranks,
+    rank_bundles,
+    rank_options,
+)
 
 CPU, GPU = {"CPU": 1.0}, {"CPU": 1.0, "GPU": 1.0}
 LAPTOP = {"CPU": 2.0, "memory": 8e9, "node:10.0.0.1": 1.0, "object_store_memory": 4e9}
@@ -88,3 +96,33 @@ def test_an_address_is_found_on_its_interface():
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(ValueError, match=r"no network interface of this machine bears the address 203\.0\.113\.9"):
         interface_of("203.0.113.9")
+
+
+def drafting(size: int, method: str = "draft_model", **deployment) -> AppConfig:
+    speculative = {"method": method, "placement": "actor", **({"model": "a/b"} if method == "draft_model" else {})}
+    fields = {"tensor_parallel_size": size, "speculative_config": speculative, "deployment_config": deployment}
+    return AppConfig.model_validate({"model": "some/model", **fields})
+
+
+def test_a_draft_actor_shares_the_bundle_and_the_gpu_of_rank_0():
+    assert rank_bundles(drafting(2), has_gpus=True) == [{"CPU": 2.0, "GPU": 1.0}, GPU]
+    assert draft_actor_options(drafting(2), has_gpus=True) == {"num_cpus": 1, "num_gpus": 0.1}
+    assert first_rank_options(drafting(2), has_gpus=True) == {"num_cpus": 1, "num_gpus": 0.9}
+    assert rank_bundles(drafting(1), has_gpus=False) == [{"CPU": 2.0}]
+    shares = {"draft_actor_options": {"num_cpus": 3, "num_gpus": 0.25}}
+    assert rank_bundles(drafting(1, **shares), has_gpus=True) == [{"CPU": 4.0, "GPU": 1.0}]
+    assert first_rank_options(drafting(1, **shares), has_gpus=True)["num_gpus"] == 0.75
+
+
+def test_lookups_need_no_gpu_and_no_core():
+    assert draft_actor_options(drafting(2, "ngram"), has_gpus=True) == {"num_cpus": 0, "num_gpus": 0}
+    assert first_rank_options(drafting(2, "ngram"), has_gpus=True) == rank_options(config(2), has_gpus=True)
+    assert rank_bundles(drafting(2, "ngram"), has_gpus=True) == [GPU, GPU]
+
+
+def test_a_draft_actor_without_room_is_refused():
+    with pytest.raises(ValueError, match="rank 0 and its draft actor ask for 2 CPU"):
+        rank_bundles(drafting(2, placement_group_bundles=[CPU, CPU]), has_gpus=False)
+    shares = {"draft_actor_options": {"num_gpus": 0.5}, "ray_actor_options": {"num_gpus": 0.5}}
+    with pytest.raises(ValueError, match=r"rank 0 has 0\.5 GPU to share"):
+        first_rank_options(drafting(1, **shares), has_gpus=True)

@@ -21,7 +21,7 @@ PROMPTS = [
 ]
 
 
-@pytest.mark.parametrize("max_in_flight", [2, 3])
+@pytest.mark.parametrize(("max_in_flight", "num_microbatches"), [(2, None), (3, None), (2, 2), (2, 1)])
 @pytest.mark.parametrize("draft", [continuation, uneven_drafts, no_drafts])
 @pytest.mark.parametrize(
     "sizes",
@@ -35,8 +35,8 @@ PROMPTS = [
         {"k": 3, "max_model_len": 44},
     ],
 )
-def test_the_text_is_the_plain_one_however_many_plans_are_out(sizes, draft, max_in_flight):
-    engine = ScriptedEngine(**sizes, draft=draft, max_in_flight=max_in_flight)
+def test_the_text_is_the_plain_one_however_many_plans_are_out(sizes, draft, max_in_flight, num_microbatches):
+    engine = ScriptedEngine(**sizes, draft=draft, max_in_flight=max_in_flight, num_microbatches=num_microbatches)
     for _ in range(2):  # the second time over what the first left in the cache
         sequences = [engine.add(prompt) for prompt in PROMPTS]
         engine.run()
@@ -211,10 +211,29 @@ def test_prompt_logprobs_come_whole_from_chunks_that_were_out_together(budget):
         assert logprobs == engine.output(sequence)
 
 
-@pytest.mark.parametrize("max_in_flight", [2, 3])
+def test_microbatches_take_turns_and_know_their_tokens():
+    engine = ScriptedEngine(k=2, max_in_flight=2, num_microbatches=2)
+    for i in range(5):
+        engine.add([i + 1])
+    engine.step()
+    for _ in range(6):
+        engine.fill()
+        slots = [[scheduled.slot for scheduled in plan.scheduled] for plan, _ in engine.in_flight]
+        assert sorted(slots[0] + slots[1]) == list(range(5)), "everyone is in one of the two"
+        assert sorted(map(len, slots)) == [2, 3]
+        assert all(s.num_due_steps <= 1 for s in engine.sequences)
+        engine.take()
+    engine.num_microbatches = 1
+    engine.take()
+    engine.fill()
+    assert [len(plan.scheduled) for plan, _ in engine.in_flight] == [5]
+    engine.run()
+
+
+@pytest.mark.parametrize(("max_in_flight", "num_microbatches"), [(2, None), (3, None), (2, 2)])
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("seed", range(2))
-def test_two_hundred_requests_drain_to_an_empty_pool(seed, caching, max_in_flight):
+def test_two_hundred_requests_drain_to_an_empty_pool(seed, caching, max_in_flight, num_microbatches):
     """Random stops, aborts, preemptions and pauses with plans out; the sums hold after every plan and result."""
     rng = random.Random(seed)
     engine = ScriptedEngine(
@@ -226,6 +245,7 @@ def test_two_hundred_requests_drain_to_an_empty_pool(seed, caching, max_in_fligh
         caching=caching,
         draft=uneven_drafts,
         max_in_flight=max_in_flight,
+        num_microbatches=num_microbatches,
     )
     num_added = 0
     while num_added < 200 or engine.scheduler.has_work:

@@ -11,23 +11,12 @@ from kernels.metadata import AttentionMetadata
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows of one forward pass, sequence by sequence: known tokens to compute, then drafts.
-
-    Sequence i holds the rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`. Where it samples
-    (`num_logits_rows[i] > 0`), its last `num_logits_rows[i]` rows give the logits of the token that
-    follows the last known one and of those that follow each draft.
-    """
+class BatchOutline:
+    """Whose rows one forward pass has, and how many: all that is known of it away from the target."""
 
     slots: np.ndarray  # [num_seqs] int64
     num_new_tokens: np.ndarray  # [num_seqs] int64, without drafts
     num_draft_tokens: np.ndarray  # [num_seqs] int64
-    num_logits_rows: np.ndarray  # [num_seqs] int64: 1 + drafts, or 0 in the midst of a prompt
-    cu_seqlens_q: np.ndarray  # [num_seqs + 1] int64
-    logits_rows: np.ndarray  # [num_logits] int64: rows whose logits are sampled
-    token_ids: torch.Tensor  # [num_tokens] int64, on the device
-    positions: torch.Tensor  # [num_tokens] int64, on the device
-    attention: AttentionMetadata  # on the device
 
     @property
     def num_seqs(self) -> int:
@@ -35,7 +24,24 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        return int(self.cu_seqlens_q[-1])
+        return int(self.num_new_tokens.sum() + self.num_draft_tokens.sum())
+
+
+@dataclass(frozen=True)
+class Batch(BatchOutline):
+    """Rows of one forward pass, sequence by sequence: known tokens to compute, then drafts.
+
+    Sequence i holds the rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]`. Where it samples
+    (`num_logits_rows[i] > 0`), its last `num_logits_rows[i]` rows give the logits of the token that
+    follows the last known one and of those that follow each draft.
+    """
+
+    num_logits_rows: np.ndarray  # [num_seqs] int64: 1 + drafts, or 0 in the midst of a prompt
+    cu_seqlens_q: np.ndarray  # [num_seqs + 1] int64
+    logits_rows: np.ndarray  # [num_logits] int64: rows whose logits are sampled
+    token_ids: torch.Tensor  # [num_tokens] int64, on the device
+    positions: torch.Tensor  # [num_tokens] int64, on the device
+    attention: AttentionMetadata  # on the device
 
 
 def step_batch(

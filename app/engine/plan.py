@@ -1,6 +1,7 @@
 """The two messages of a step: what the scheduler asks of every rank, and what rank 0 answers."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from app.engine.sampling_params import SamplingParams
 
@@ -39,6 +40,11 @@ class StepPlan:
     admitted: list[AdmittedSequence] = field(default_factory=list)
     released_slots: list[int] = field(default_factory=list)
     finished_slots: list[int] = field(default_factory=list)  # those released whose sequences will not come back
+    drafts: Any = None  # on their way from a draft actor, in a form that its proposer on rank 0 knows to open
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(scheduled.num_draft_tokens for scheduled in self.scheduled)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class Scheduler:
     once, since whoever gets them writes to them in a later plan. What the prefix cache knows of them lies before the
     first token that the plan computes.
 
+    Microbatches take turns: a sequence is in one plan at a time, so that its tokens are known when it is planned again.
+
     `num_draft_tokens` says how many drafts a sequence shall have; the scheduler only ever grants fewer.
     """
 
@@ -98,9 +100,11 @@ class Scheduler:
             self._end(sequence)
             sequence.finish_reason = "abort"
 
-    def schedule(self) -> StepPlan | None:
+    def schedule(self, num_microbatches: int | None = None) -> StepPlan | None:
         """The next step; None without work, and where the results that are due must come first."""
-        running = self._grow_running()
+        if num_microbatches is not None and len(self._in_flight) >= num_microbatches:
+            return None
+        running = self._grow_running(num_microbatches)
         if running is None:
             return None
         may_admit = bool(self._waiting and self._free_slots)
@@ -183,21 +187,24 @@ class Scheduler:
         """Without drafts: they would take rows from other prompts, and their drafter's time from the first token."""
         return self._schedule(sequence, min(num_rows, sequence.num_unplanned_tokens))
 
-    def _grow_running(self) -> list[Sequence] | None:
+    def _grow_running(self, num_microbatches: int | None) -> list[Sequence] | None:
         """Running sequences to plan for, with blocks for all tokens they may have by then.
 
         From the oldest on; the youngest give way. While results are due nobody does, and None says that they must
         come first: to leave out who lacks a block would cut the batch into parts that take turns.
         """
-        for sequence in self._plannable():
+        for sequence in self._plannable(num_microbatches):
             while sequence in self._running and not self.block_manager.append(sequence, sequence.most_num_tokens):
                 if self._in_flight:
                     return None
                 self._preempt(next(reversed(self._running)))
-        return self._plannable()
+        return self._plannable(num_microbatches)
 
-    def _plannable(self) -> list[Sequence]:
+    def _plannable(self, num_microbatches: int | None) -> list[Sequence]:
         """Running sequences that the results due can not end for their length, nor bring to the context's edge."""
+        if num_microbatches is not None:
+            idle = [sequence for sequence in self._running if not sequence.num_in_flight_tokens]
+            return idle[: -(-len(self._running) // num_microbatches)]
         return [
             sequence
             for sequence in self._running

@@ -13,9 +13,10 @@ from ray.util.placement_group import get_current_placement_group, placement_grou
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import AppConfig
+from app.drafter_loader import DrafterDescription
 from app.engine.plan import StepPlan, StepResult
 from app.executor import PendingStep
-from app.serve.placement import order_of_ranks, rank_options
+from app.serve.placement import first_rank_options, order_of_ranks, rank_options
 from app.serve.rank_actor import CONCURRENCY_GROUPS, RankActor
 from app.worker_loader import LoadedModel
 
@@ -32,6 +33,7 @@ class Gang:
     """
 
     max_in_flight = 2
+    num_microbatches = None
 
     def __init__(self, ranks: Sequence[ActorHandle]) -> None:
         self._ranks = list(ranks)
@@ -54,8 +56,8 @@ class Gang:
             ray.kill(rank)
 
 
-def boot(config: AppConfig) -> tuple[Gang, LoadedModel]:
-    """Starts a gang in this replica's placement group, a bundle a rank.
+def boot(config: AppConfig, drafter: DrafterDescription | None = None) -> tuple[Gang, LoadedModel]:
+    """Starts a gang in this replica's placement group, a bundle a rank; `drafter` is that of a draft actor.
 
     Raises what a rank raised, TimeoutError where the ranks do not meet in time.
     """
@@ -68,21 +70,23 @@ def boot(config: AppConfig) -> tuple[Gang, LoadedModel]:
     actor_class: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)  # type: ignore[call-overload]
     ranks: list[ActorHandle] = [
         actor_class.options(
-            **rank_options(config, has_gpus="GPU" in group.bundle_specs[bundle]),
+            **(rank_options if rank else first_rank_options)(config, has_gpus="GPU" in group.bundle_specs[bundle]),
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
         ).remote(rank, config)
         for rank, bundle in enumerate(bundles)
     ]
     try:
-        return _introduce(config, ranks, [num_on_node[bundle_nodes[bundle]] for bundle in bundles])
+        return _introduce(config, ranks, [num_on_node[bundle_nodes[bundle]] for bundle in bundles], drafter)
     except BaseException:
         for rank in ranks:
             ray.kill(rank)
         raise
 
 
-def _introduce(config: AppConfig, ranks: list[ActorHandle], num_on_host: list[int]) -> tuple[Gang, LoadedModel]:
+def _introduce(
+    config: AppConfig, ranks: list[ActorHandle], num_on_host: list[int], drafter: DrafterDescription | None
+) -> tuple[Gang, LoadedModel]:
     start = time.monotonic()
     limit_s = config.boot_timeout_s
     rendezvous = _await([ranks[0].open_store.remote()], "rank 0 to start", limit_s)[0]
@@ -92,7 +96,7 @@ def _introduce(config: AppConfig, ranks: list[ActorHandle], num_on_host: list[in
     ]
     addresses = _await(joins, f"{len(ranks)} ranks to meet at {rendezvous.host}:{rendezvous.port}", limit_s)
     logger.info("Ranks 0 to %d have met after %.1f s: %s", len(ranks) - 1, time.monotonic() - start, addresses)
-    loads = [rank.load.remote(num) for rank, num in zip(ranks, num_on_host, strict=True)]
+    loads = [rank.load.remote(num, drafter) for rank, num in zip(ranks, num_on_host, strict=True)]
     loaded = _await(loads, "weights", None)[0]
     return Gang(ranks), loaded
 

@@ -7,6 +7,9 @@ from app.config import AppConfig
 
 Resources = dict[str, float]
 
+DRAFTER_GPU_SHARE = 0.1
+"""Of rank 0's GPU, as Ray counts it: Ray limits nobody, and the KV pool leaves room for what a drafter has loaded."""
+
 
 def rank_options(config: AppConfig, has_gpus: bool) -> dict[str, Any]:
     """Ray's options of the actor that runs one rank; with one rank that is the replica itself."""
@@ -17,10 +20,52 @@ def rank_options(config: AppConfig, has_gpus: bool) -> dict[str, Any]:
     return options
 
 
+def draft_actor_options(config: AppConfig, has_gpus: bool) -> dict[str, Any]:
+    """Ray's options of the draft actor, which shares the bundle of rank 0, and its GPU."""
+    assert config.speculative_config is not None
+    given, has_network = config.deployment_config.draft_actor_options, config.speculative_config.has_network
+    options: dict[str, Any] = given.model_dump(exclude_none=True) if given is not None else {}
+    options.setdefault("num_cpus", 1 if has_network else 0)
+    has_share = has_network and rank_options(config, has_gpus).get("num_gpus", 0) > 0
+    options.setdefault("num_gpus", DRAFTER_GPU_SHARE if has_share else 0)
+    runtime_env = config.deployment_config.ray_actor_options.runtime_env
+    return {**options, **({"runtime_env": runtime_env} if runtime_env else {})}
+
+
+def first_rank_options(config: AppConfig, has_gpus: bool) -> dict[str, Any]:
+    """Ray's options of rank 0, with what it leaves of its GPU to a draft actor.
+
+    Raises ValueError where that is nothing.
+    """
+    options = rank_options(config, has_gpus)
+    if not config.has_draft_actor:
+        return options
+    num_gpus, share = options.get("num_gpus", 0), draft_actor_options(config, has_gpus)["num_gpus"]
+    if share and share >= num_gpus:
+        raise ValueError(
+            f"deployment_config.draft_actor_options.num_gpus is {share:g}, and rank 0 has {num_gpus:g} GPU to share "
+            "with it: lower the first"
+        )
+    return {**options, **({"num_gpus": num_gpus - share} if share else {})}
+
+
 def rank_bundles(config: AppConfig, has_gpus: bool) -> list[Resources]:
-    """The placement group of a replica with several ranks, rank 0's bundle first."""
-    given = config.deployment_config.placement_group_bundles
-    return given if given is not None else [bundle_of(rank_options(config, has_gpus))] * config.tensor_parallel_size
+    """The placement group of a replica with several processes, rank 0's bundle first.
+
+    Raises ValueError where that is given, and too small for the draft actor that is to be in it.
+    """
+    given, rank = config.deployment_config.placement_group_bundles, rank_options(config, has_gpus)
+    if not config.has_draft_actor:
+        return given if given is not None else [bundle_of(rank)] * config.tensor_parallel_size
+    num_cpus = rank["num_cpus"] + draft_actor_options(config, has_gpus)["num_cpus"]
+    if given is not None:
+        if given[0].get("CPU", 0) < num_cpus:
+            raise ValueError(
+                f"deployment_config.placement_group_bundles begins with {describe(given[0])}, and rank 0 and its draft "
+                f"actor ask for {num_cpus:g} CPU: raise the first, or lower ray_actor_options and draft_actor_options"
+            )
+        return given
+    return [bundle_of({**rank, "num_cpus": num_cpus}), *[bundle_of(rank)] * (config.tensor_parallel_size - 1)]
 
 
 def bundle_of(options: dict[str, Any]) -> Resources:

@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 from app.config import AppConfig
+from app.drafter_loader import DrafterDescription
 from app.engine.plan import StepPlan, StepResult
 from app.follower import Follower
+from app.serve.draft_actor import received_drafts
 from app.serve.host_interface import interface_of
 from app.worker import Worker
 from app.worker_loader import LoadedModel, load_follower, load_worker, select_device
@@ -78,12 +80,13 @@ class RankActor:
             self._config = self._config.model_copy(update={"num_threads": num_threads})
         return address
 
-    def load(self, num_ranks_on_host: int) -> LoadedModel | None:
-        """Loads this rank's shares; rank 0 says what the model is."""
+    def load(self, num_ranks_on_host: int, drafter: DrafterDescription | None) -> LoadedModel | None:
+        """Loads this rank's shares; rank 0 says what the model is. `drafter` is that of a draft actor."""
         if self._rank > 0:
             self._member = load_follower(self._config, num_ranks_on_host)
             return None
-        self._member, loaded = load_worker(self._config, progress=True, num_ranks_on_host=num_ranks_on_host)
+        remote = received_drafts(self._config, drafter) if drafter is not None else None
+        self._member, loaded = load_worker(self._config, True, num_ranks_on_host, remote)
         return loaded
 
     def speculative_step(self, plan: StepPlan) -> StepResult | None:

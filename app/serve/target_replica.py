@@ -49,14 +49,15 @@ async def load_engine(config: AppConfig) -> tuple[Engine, ModelDescription]:
     from app.async_engine import AsyncEngine
     from app.llm_engine import LLMEngine
 
-    if config.tensor_parallel_size > 1:
-        from app.serve.gang import boot
-
-        gang, loaded = await asyncio.to_thread(boot, config)
-        engine = AsyncEngine(LLMEngine.from_executor(config, gang, loaded), config.step_timeout_s)
-        return engine, ModelDescription(loaded.folder, loaded.max_model_len, loaded.vocab_size)
-    if config.num_threads is None:  # Ray tells numerical libraries to use as many threads as it reserved CPUs
+    if config.num_threads is None and config.tensor_parallel_size == 1:
+        # Ray tells numerical libraries to use as many threads as it reserved CPUs.
         config = config.model_copy(update={"num_threads": len(os.sched_getaffinity(0))})
+    if config.tensor_parallel_size > 1 or config.has_draft_actor:
+        from app.serve.processes import start_executor
+
+        executor, loaded = await asyncio.to_thread(start_executor, config)
+        engine = AsyncEngine(LLMEngine.from_executor(config, executor, loaded), config.step_timeout_s)
+        return engine, ModelDescription(loaded.folder, loaded.max_model_len, loaded.vocab_size)
     engine = await AsyncEngine.create(config, progress=True, stall_limit_s=config.step_timeout_s)
     loaded = engine.engine.loaded
     return engine, ModelDescription(loaded.folder, loaded.max_model_len, loaded.vocab_size)

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 LEAST_MEMORY_BYTES = 2**20
 
 VerificationMode = Literal["auto", "rejection", "coupled"]
+Placement = Literal["inline", "actor"]
 DraftCount = Annotated[int, Field(ge=1, le=32)]
 
 
@@ -24,6 +25,28 @@ class _MethodConfig(BaseModel):
         "auto verifies requests that carry a seed coupled, all others by rejection.",
     )
 
+    placement: Placement = Field(
+        "inline",
+        description="Where drafts are made. inline: by rank 0, which verifies them; actor: in a process beside it.",
+    )
+    num_microbatches: int = Field(
+        1,
+        ge=1,
+        le=2,
+        description="Of placement actor. 2: half of the sequences are drafted for while the others are verified.",
+    )
+    draft_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Of placement actor. A step waits so long for drafts; then it goes on without, and the draft actor "
+        "is started anew.",
+    )
+
+    @property
+    def has_network(self) -> bool:
+        """Its drafts are passes of a network, not lookups."""
+        return False
+
     @property
     def draft_limit(self) -> int:
         """Drafts a sequence and step, at most: what sizes are chosen for."""
@@ -33,6 +56,25 @@ class _MethodConfig(BaseModel):
     def shares_drafter(self, tensor_parallel_size: int) -> bool:
         """Each of the target's ranks holds a share of the drafter; else rank 0 drafts alone."""
         return False
+
+    @property
+    def verification_mode(self) -> VerificationMode:
+        """`verification` as it is carried out: from a draft actor come token ids alone, unless rejection is asked for.
+
+        Distributions of a vocabulary's size, for every draft, would take longer on their way than most drafts.
+        """
+        is_apart = self.placement == "actor" and self.verification == "auto"
+        return "coupled" if is_apart else self.verification
+
+    @model_validator(mode="after")
+    def _an_actor_for_its_options(self) -> Self:
+        for name in ("num_microbatches", "draft_timeout_s"):
+            if self.placement == "inline" and name in self.model_fields_set:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, which means nothing without a draft actor: "
+                    "leave it out, or set placement to actor"
+                )
+        return self
 
     @model_validator(mode="after")
     def _one_number(self) -> Self:
@@ -97,8 +139,21 @@ class DraftModelConfig(_MethodConfig):
         1, ge=1, description="Ranks that share the draft model: 1, which is rank 0, or as many as share the target."
     )
 
+    @property
+    def has_network(self) -> bool:
+        return True
+
     def shares_drafter(self, tensor_parallel_size: int) -> bool:
-        return self.draft_tensor_parallel_size == tensor_parallel_size
+        return self.placement == "inline" and self.draft_tensor_parallel_size == tensor_parallel_size
+
+    @model_validator(mode="after")
+    def _an_actor_is_one_process(self) -> Self:
+        if self.placement == "actor" and self.draft_tensor_parallel_size > 1:
+            raise ValueError(
+                f"draft_tensor_parallel_size is {self.draft_tensor_parallel_size}, and placement actor: a draft actor "
+                "is one process; use 1, or set placement to inline"
+            )
+        return self
 
 
 class MTPConfig(_MethodConfig):
@@ -110,9 +165,21 @@ class MTPConfig(_MethodConfig):
         None, ge=1, description="Ranks that share the modules: as many as share the target, whose tensors they read."
     )
 
+    @property
+    def has_network(self) -> bool:
+        return True
+
     def shares_drafter(self, tensor_parallel_size: int) -> bool:
         """Modules read the target's hidden states, embedding and head, of which every rank has its share."""
         return True
+
+    @model_validator(mode="after")
+    def _modules_stand_beside_the_target(self) -> Self:
+        if self.placement == "actor":
+            raise ValueError(
+                "placement is actor, and mtp reads hidden states on the devices of the target's ranks: set it to inline"
+            )
+        return self
 
 
 SpeculativeConfig = Annotated[SuffixConfig | NgramConfig | DraftModelConfig | MTPConfig, Field(discriminator="method")]

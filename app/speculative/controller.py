@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from app.engine.batch import Batch
+from app.engine.batch import BatchOutline
 from app.engine.plan import StepPlan, StepTimings
 from app.engine.sequence_state import SequenceState
 from app.speculative.acceptance_model import AcceptanceModel
@@ -41,6 +41,19 @@ class ControllerTotals:
         return self.emitted_tokens / self.plain_tokens if self.plain_tokens else 1.0
 
 
+@dataclass
+class Choice:
+    """What the controller made of one plan."""
+
+    decision: Decision | None = None
+    explores: bool = False
+    depth: int = 0  # passes that the drafter was asked for
+
+    @property
+    def drafts_pay(self) -> bool:
+        return self.decision is not None and bool(self.decision.num_tokens.any())
+
+
 class DraftLengthController:
     """Gives every sequence of a step the number of drafts, 0 included, that the batch earns most by.
 
@@ -64,16 +77,14 @@ class DraftLengthController:
         self._draft_cost = draft_cost
         self._states_acceptance = states_acceptance
         self._drafter_keeps_up = drafter_keeps_up
-        self._decision: Decision | None = None
-        self._explores = False
-        self._depth = 0  # passes that the drafter was asked for in this step
+        self.choice = Choice()  # of the latest plan
         self._leaves_backlog = True  # the last step left the drafter more rows than a step of drafts does
 
     def plan(self, state: SequenceState, plan: StepPlan) -> StepPlan:
         """The plan with the draft lengths that pay, where they can be told before drafting; else `cut` does."""
         for sequence in plan.admitted:
             self._acceptance.admit(sequence.slot)
-        self._decision, self._explores, self._depth = None, False, 0
+        self.choice = choice = Choice()
         if self._states_acceptance:
             return plan
         slots = np.array([scheduled.slot for scheduled in plan.scheduled], dtype=np.int64)
@@ -83,13 +94,13 @@ class DraftLengthController:
         acceptance = self._acceptance.estimate(slots[samples])
         self._decide(acceptance, limits[samples], num_other_rows)
         lengths = np.zeros(len(slots), dtype=np.int64)
-        if self._decision is not None:
-            lengths[samples] = self._decision.num_tokens
+        if choice.decision is not None:
+            lengths[samples] = choice.decision.num_tokens
             if not lengths.any() and limits.any() and self._may_explore():
-                self._explores = True
+                choice.explores = True
                 depth = EXPLORATION_DEPTHS[self.totals.num_explorations % len(EXPLORATION_DEPTHS)]
                 lengths = np.minimum(limits, depth)
-        self._depth = int(lengths.max(initial=0))
+        choice.depth = int(lengths.max(initial=0))
         return replace(
             plan,
             scheduled=[
@@ -106,20 +117,27 @@ class DraftLengthController:
         samples = _samples(state, plan)
         num_other_rows = sum(s.num_new_tokens for s in plan.scheduled) - int(samples.sum())
         self._decide(drafts.acceptance[samples], drafts.num_tokens[samples], num_other_rows)
-        if self._decision is None:
+        if self.choice.decision is None:
             return drafts
         num_tokens = np.zeros_like(drafts.num_tokens)
-        num_tokens[samples] = self._decision.num_tokens
+        num_tokens[samples] = self.choice.decision.num_tokens
         return replace(drafts, num_tokens=num_tokens)
 
-    def observe(self, batch: Batch, verdict: Verdict, timings: StepTimings) -> None:
+    def observe(
+        self,
+        batch: BatchOutline,
+        verdict: Verdict,
+        timings: StepTimings,
+        choice: Choice | None = None,  # None: that of the latest plan
+    ) -> None:
         """Learns from a step: what its rows cost, what its drafter cost, which drafts were kept."""
+        choice = choice or self.choice
         pass_s = timings.forward_s + timings.verify_s
         step_s = timings.propose_s + pass_s
         self._pass_cost.observe(batch.num_tokens, pass_s)
         num_drafting = int((batch.num_draft_tokens > 0).sum())
-        if self._draft_cost is not None and self._depth and num_drafting:
-            draft_s = timings.propose_s / self._depth
+        if self._draft_cost is not None and choice.depth and num_drafting:
+            draft_s = timings.propose_s / choice.depth
             if self._leaves_backlog:  # it made drafts dearer than they are, never cheaper
                 draft_s = min(draft_s, float(self._draft_cost.seconds(num_drafting)))
             self._draft_cost.observe(num_drafting, draft_s)
@@ -129,31 +147,35 @@ class DraftLengthController:
             self._acceptance.observe(batch.slots, batch.num_draft_tokens, verdict.num_accepted)
         totals = self.totals
         totals.total_s += step_s
-        if self._explores:
-            totals.num_explorations += 1
-            totals.exploration_s = max(totals.exploration_s + self._net_cost(batch, verdict, timings), 0.0)
-        if self._decision is not None:
+        if choice.decision is not None:
+            if choice.explores:
+                totals.num_explorations += 1
+                lost_s = self._net_cost(batch, verdict, timings, choice.decision)
+                totals.exploration_s = max(totals.exploration_s + lost_s, 0.0)
             totals.num_decisions += 1
-            totals.num_plain += not self._decision.num_tokens.any()
-            totals.predicted_tokens += self._decision.predicted_rate * step_s
-            totals.plain_tokens += self._decision.plain_rate * step_s
+            totals.num_plain += not choice.drafts_pay
+            totals.predicted_tokens += choice.decision.predicted_rate * step_s
+            totals.plain_tokens += choice.decision.plain_rate * step_s
             totals.emitted_tokens += int(verdict.num_emitted.sum())
+
+    def stats(self) -> dict[str, float]:
+        gains = {"predicted_gain": self.totals.predicted_gain, "measured_gain": self.totals.measured_gain}
+        return {f"controller_{name}": value for name, value in {**vars(self.totals), **gains}.items()}
 
     def _decide(self, acceptance: np.ndarray, limits: np.ndarray, num_other_rows: int) -> None:
         if len(limits):
-            self._decision = choose_draft_lengths(
+            self.choice.decision = choose_draft_lengths(
                 acceptance, limits, num_other_rows, self._pass_cost, self._draft_cost, self._drafter_keeps_up
             )
 
-    def _net_cost(self, batch: Batch, verdict: Verdict, timings: StepTimings) -> float:
+    def _net_cost(self, batch: BatchOutline, verdict: Verdict, timings: StepTimings, decision: Decision) -> float:
         """Seconds that an exploration lost: what its drafts that were kept have saved is not spent.
 
         So one that succeeds is followed by another at once, and drafting comes back within a few steps.
         """
-        assert self._decision is not None
         plain_rows = batch.num_tokens - int(batch.num_draft_tokens.sum())
         added_s = timings.propose_s + timings.forward_s + timings.verify_s - float(self._pass_cost.seconds(plain_rows))
-        return added_s - int(verdict.num_accepted.sum()) / self._decision.plain_rate
+        return added_s - int(verdict.num_accepted.sum()) / decision.plain_rate
 
     def _may_explore(self) -> bool:
         return self.totals.exploration_s < EXPLORATION_SHARE * self.totals.total_s

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from app.engine.batch import Batch, build_batch
+from app.engine.batch import Batch, BatchOutline, build_batch
 from app.engine.model_runner import CausalLM
 from app.engine.plan import StepPlan
 from app.engine.sequence_state import SequenceState
@@ -63,7 +63,7 @@ class DraftModelProposer:
 
         return draw_chain(self._context, plan, drafts, logits)
 
-    def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
+    def observe(self, batch: BatchOutline, hidden_states: torch.Tensor | None, verdict: Verdict) -> None:
         """The KV of accepted drafts is that of known tokens now; the last draft was never the drafter's input."""
         self._kv.extend(batch.slots, np.minimum(verdict.num_accepted, np.maximum(batch.num_draft_tokens - 1, 0)))
 

@@ -11,6 +11,7 @@ from app.engine.model_runner import CausalLM
 from app.engine.sampler import Sampler
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import VerificationMode
+from app.speculative.cost_model import CostModel
 from app.speculative.led_drafter import DrafterFollower
 from app.speculative.proposer import Proposer
 from models.causal_lm import CausalLM as LoadedModel
@@ -23,7 +24,7 @@ class TargetContext:
     """The target, as far as a drafter must fit it."""
 
     folder: Path
-    model: LoadedModel
+    model: LoadedModel | None  # None away from the target
     model_config: ModelConfig
     tokenizer: PreTrainedTokenizerBase
     max_model_len: int
@@ -59,3 +60,5 @@ class LoadedProposer:
     )
     keeps_up: bool = False  # its KV follows the target's, with drafts or without: rows of steps without run later
     num_lookahead_tokens: int = 0  # tokens after a block that the drafter's KV in it depends on
+    draft_cost: CostModel | None = None  # of a pass of a drafter that runs elsewhere
+    elsewhere_token_bytes: int = 0  # of KV that it keeps there, for each token that the target does

@@ -15,7 +15,7 @@ import logging
 import numpy as np
 import torch
 
-from app.engine.batch import Batch, Rows, attention_metadata, lay_out_rows, select_rows, to_device
+from app.engine.batch import Batch, BatchOutline, Rows, attention_metadata, lay_out_rows, select_rows, to_device
 from app.engine.plan import StepPlan
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import MTPConfig
@@ -93,8 +93,10 @@ class MTPProposer:
 
         return draw_chain(self._context, plan, self._has_last[0, slots] & ~self._is_blind[slots], logits)
 
-    def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
+    def observe(self, batch: BatchOutline, hidden_states: torch.Tensor | None, verdict: Verdict) -> None:
         """Keeps the target's rows of known tokens that count as computed."""
+        assert isinstance(batch, Batch)
+        assert hidden_states is not None, "modules stand beside the target"
         num_rows = batch.num_new_tokens + np.maximum(verdict.num_emitted - 1, 0) - verdict.failed
         num_rows[self._is_blind[batch.slots]] = 0
         if num_rows.sum() < batch.num_tokens:
@@ -222,6 +224,7 @@ def load(config: MTPConfig, target: TargetContext) -> LoadedProposer:
 
     Raises ValueError for a checkpoint that has none, or not all of one.
     """
+    assert target.model is not None, "modules stand beside the target"
     modules = load_mtp(target.folder, target.model, target.dtype, target.device, target.progress)
     if config.draft_limit > modules.num_modules:
         logger.warning(

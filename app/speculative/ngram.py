@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import BatchOutline
 from app.engine.plan import StepPlan
 from app.engine.sequence_state import SequenceState
 from app.speculative.config import NgramConfig
@@ -36,7 +36,7 @@ class NgramProposer:
                 token_ids[i, : len(found)], num_tokens[i] = found, len(found)
         return Drafts(token_ids[:, : num_tokens.max(initial=0)], num_tokens)
 
-    def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
+    def observe(self, batch: BatchOutline, hidden_states: torch.Tensor | None, verdict: Verdict) -> None:
         """Nothing to learn: the tokens are in the state."""
 
     def reset(self) -> None:

@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from app.engine.batch import Batch
+from app.engine.batch import BatchOutline
 from app.engine.plan import StepPlan
 from app.engine.sequence_state import SequenceState
 
@@ -57,8 +57,12 @@ class Proposer(Protocol):
         `state` has the plan applied. May raise: the worker then goes on without drafts and calls `reset`.
         """
 
-    def observe(self, batch: Batch, hidden_states: torch.Tensor, verdict: Verdict) -> None:
-        """Sees the target's step, after commit. `hidden_states` is [num_tokens, hidden_size]."""
+    def observe(self, batch: BatchOutline, hidden_states: torch.Tensor | None, verdict: Verdict) -> None:
+        """Sees the target's step, after commit; other steps may have been drafted for since.
+
+        Beside the target `batch` is a whole `Batch`, and `hidden_states` [num_tokens, hidden_size]; away from it there
+        are none.
+        """
 
     def reset(self) -> None:
         """Forgets all that is known of the slots, so that drafting starts clean after a fault."""

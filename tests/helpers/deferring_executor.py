@@ -12,6 +12,8 @@ from app.worker import Worker
 class DeferringExecutor:
     """Carries plans out one after another: ahead of whoever takes their results, or only when they are taken."""
 
+    num_microbatches: int | None = None
+
     def __init__(self, worker: Worker, max_in_flight: int = 2, ahead: bool = True) -> None:
         self.worker = worker
         self.max_in_flight = max_in_flight

@@ -24,6 +24,7 @@ class RankExecutor:
     """Rank 0 in this process; plans reach the others as objects of the process group."""
 
     max_in_flight = 1
+    num_microbatches = None
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

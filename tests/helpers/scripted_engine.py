@@ -56,9 +56,11 @@ class ScriptedEngine:
         target: Callable[[list[int]], int] = next_token,
         draft: Callable[[list[int], int], list[int]] = continuation,
         max_in_flight: int = 1,
+        num_microbatches: int | None = None,
     ) -> None:
         self.k = k
         self.max_in_flight = max_in_flight
+        self.num_microbatches = num_microbatches
         self.in_flight: deque[tuple[StepPlan, list[Sequence]]] = deque()
         self.block_manager = BlockManager(num_blocks, block_size, caching)
         limits = SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_model_len)
@@ -84,7 +86,7 @@ class ScriptedEngine:
         return sequence
 
     def plan(self) -> StepPlan | None:
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.num_microbatches)
         if plan is not None:
             self.plans.append(plan)
             by_slot = {s.slot: s for s in self.sequences if s.slot is not None}

@@ -23,6 +23,7 @@ from models.parallel import TensorParallelGroup, set_tensor_parallel_group
 
 LIFETIME_GROUP, CONTROL_GROUP = "lifetime", "control"
 CONCURRENCY_GROUPS = {LIFETIME_GROUP: 1, CONTROL_GROUP: 1}  # beside the steps, which one thread runs in order
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # one that is set stays as it is
 
 
 @dataclass(frozen=True)
@@ -59,22 +60,19 @@ class RankActor:
         Returns the node's address. Raises RuntimeError where a rank is missing or adds up wrongly.
         """
         address = ray.util.get_node_ip_address()
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for variable in INTERFACE_VARIABLES:
             os.environ.setdefault(variable, interface_of(address))
         if self._store is None:
             limit = timedelta(seconds=timeout_s)
             self._store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
         self._store.set_timeout(timedelta(seconds=timeout_s))
-        is_cuda = self._device.type == "cuda"
-        limit = timedelta(seconds=max(timeout_s, step_timeout_s))
-        dist.init_process_group(
-            "nccl" if is_cuda else "gloo", store=self._store, rank=self._rank, world_size=self._size, timeout=limit
-        )
-        world = dist.group.WORLD
-        control = dist.new_group(backend="gloo", timeout=limit) if is_cuda else world
-        group = TensorParallelGroup(self._rank, self._size, world, control, self._config.expert_parallel)
-        set_tensor_parallel_group(group)
-        self._prove(group)
+        try:
+            self._connect(timedelta(seconds=max(timeout_s, step_timeout_s)))
+        except RuntimeError as error:
+            interfaces = " and ".join(dict.fromkeys(os.environ[variable] for variable in INTERFACE_VARIABLES))
+            raise RuntimeError(
+                f"rank {self._rank} of {self._size} at {address} does not hear the others over {interfaces}: {error}"
+            ) from error
         if self._config.num_threads is None:
             num_threads = max(len(os.sched_getaffinity(0)) // num_ranks_on_host, 1)
             self._config = self._config.model_copy(update={"num_threads": num_threads})
@@ -104,6 +102,17 @@ class RankActor:
     def outlive(self) -> None:
         """Never returns: who waits for it learns of the actor's end."""
         threading.Event().wait()
+
+    def _connect(self, limit: timedelta) -> None:
+        is_cuda = self._device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_cuda else "gloo", store=self._store, rank=self._rank, world_size=self._size, timeout=limit
+        )
+        world = dist.group.WORLD
+        control = dist.new_group(backend="gloo", timeout=limit) if is_cuda else world
+        group = TensorParallelGroup(self._rank, self._size, world, control, self._config.expert_parallel)
+        set_tensor_parallel_group(group)
+        self._prove(group)
 
     def _prove(self, group: TensorParallelGroup) -> None:
         expected = self._size * (self._size + 1) // 2

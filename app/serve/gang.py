@@ -16,14 +16,12 @@ from app.config import AppConfig
 from app.drafter_loader import DrafterDescription
 from app.engine.plan import StepPlan, StepResult
 from app.executor import PendingStep
+from app.serve.pending import PENDING_PERIOD_S
 from app.serve.placement import first_rank_options, order_of_ranks, rank_options
 from app.serve.rank_actor import CONCURRENCY_GROUPS, RankActor
 from app.worker_loader import LoadedModel
 
 logger = logging.getLogger("ray.serve")
-
-PENDING_PERIOD_S = 10.0
-"""How often a boot that waits says what it waits for."""
 
 
 class Gang:

@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.config import AppConfig
 from app.serve.messages import ModelDescription
+from app.serve.pending import await_replica
 from app.serve.replica_client import ReplicaClient
 
 
@@ -30,7 +31,7 @@ class Ingress:
         # A folder's tokenizer is read while the replica loads its weights; what is no folder yet, the replica fetches.
         folder = Path(self._config.model)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder) if folder.is_dir() else None
-        description: ModelDescription = await self._target.describe.remote()
+        description: ModelDescription = await await_replica(self._target.describe.remote(), self._config)
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(load_tokenizer, description.folder)
         card = ModelCard(

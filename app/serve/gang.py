@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import get_current_placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -76,9 +77,11 @@ def boot(config: AppConfig, drafter: DrafterDescription | None = None) -> tuple[
     ]
     try:
         return _introduce(config, ranks, [num_on_node[bundle_nodes[bundle]] for bundle in bundles], drafter)
-    except BaseException:
+    except BaseException as error:
         for rank in ranks:
             ray.kill(rank)
+        if isinstance(error, RayTaskError) and isinstance(error.cause, ValueError):  # a mistake of the user's
+            raise ValueError(str(error.cause)) from error
         raise
 
 

@@ -30,7 +30,7 @@ def _ingress_options(args: AppConfig) -> dict[str, Any]:
         "max_ongoing_requests": 2 * args.max_ongoing_requests * _max_replicas(args),
         "graceful_shutdown_timeout_s": args.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": DRAIN_POLL_S,
-        "ray_actor_options": {"num_cpus": ingress.num_cpus},
+        "ray_actor_options": ingress.model_dump(include={"num_cpus", "resources"}, exclude_none=True),
     }
 
 

@@ -92,6 +92,10 @@ WRONG_ARGS = {
     ),
     "union": ({"kv_cache_memory": "2GB"}, "args.kv_cache_memory is '2GB': input should be a valid integer"),
     "ranks": ({"tensor_parallel_size": 0}, "args.tensor_parallel_size is 0: input should be greater than or equal"),
+    "heads": (
+        {"model": "tests/assets/tiny-deepseek-v3", "tensor_parallel_size": 4},
+        "args.tensor_parallel_size is 4, which does not divide the checkpoint's num_attention_heads, 6: use a divisor",
+    ),
     "experts_without_ranks": (
         {"expert_parallel": True},
         "args.expert_parallel is True, and tensor_parallel_size 1: one rank holds all experts; remove the first",

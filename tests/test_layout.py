@@ -36,6 +36,7 @@ LAYERS = {
     "app.main": 5,
     "app.config": 5,
     "app.config_errors": 5,
+    "app.deployment_config": 5,
     "app.plan": 5,
     "app.planning": 5,
 }

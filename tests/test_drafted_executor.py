@@ -35,10 +35,17 @@ def speculating(method: str, tiny_checkpoint, k: int | str = 3, **fields) -> dic
 
 
 def away(
-    method: str, tiny_checkpoint, scenario: str = "batch", k: int | str = 3, num_microbatches: int = 2, **fields
+    method: str,
+    tiny_checkpoint,
+    scenario: str = "batch",
+    k: int | str = 3,
+    num_microbatches: int = 2,
+    verification: str = "auto",
+    **fields,
 ) -> tuple[LLMEngine, ScriptedDrafter]:
     """As `make_engine` sizes it, with the drafts made elsewhere."""
-    speculative = speculating(method, tiny_checkpoint, k, placement="actor", num_microbatches=num_microbatches)
+    options = {"placement": "actor", "num_microbatches": num_microbatches, "verification": verification}
+    speculative = speculating(method, tiny_checkpoint, k, **options)
     sizes = {"max_num_seqs": 8, **SCENARIOS[scenario], **fields}
     folder = tiny_checkpoint("llama")
     if (num_blocks := sizes.pop("num_blocks", None)) is not None:
@@ -74,6 +81,16 @@ def test_texts_and_acceptance_are_those_of_inline_drafts(method, scenario, num_m
         assert stats["num_accepted"] == stats["num_drafted"], "KV that is stale, missing or shifted"
     elif scenario == "alone" or (scenario, num_microbatches) == ("chunked", 1):
         assert stats["num_accepted"] == expected["num_accepted"]
+
+
+def test_distributions_come_with_drafts_where_rejection_is_asked_for(tiny_checkpoint):
+    speculative = speculating("draft_model", tiny_checkpoint, verification="rejection")
+    inline = make_engine(tiny_checkpoint("llama"), speculative, **SCENARIOS["alone"])
+    engine, _ = away("draft_model", tiny_checkpoint, "alone", verification="rejection")
+    assert run(engine, SEEDED) == run(inline, SEEDED)
+    assert engine.stats()["num_accepted"] == inline.stats()["num_accepted"] > 0
+    speculative = AppConfig.model_validate({"model": "a/b", "speculative_config": {"method": "ngram"}})
+    assert speculative.speculative_config.verification_mode == "auto", "ids alone are only a draft actor's"
 
 
 @pytest.mark.parametrize("method", ["suffix", "ngram", "draft_model"])

@@ -2,11 +2,13 @@
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any, cast
 
 import ray
 import torch
 from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
 from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -51,7 +53,8 @@ class DraftActor:
 
     def draft(self, plan: StepPlan, results: list[StepResult]) -> Drafts:
         assert self._drafter is not None, "a plan before `begin`"
-        return self._drafter.draft(plan, results)
+        drafts = self._drafter.draft(plan, results)
+        return drafts if drafts.probs is None else replace(drafts, probs=drafts.probs.cpu())
 
 
 class DraftActorClient:
@@ -76,7 +79,12 @@ class DraftActorClient:
 
     def describe(self) -> DrafterDescription:
         """Waits until the drafter is loaded. Raises ValueError where it does not fit."""
-        return cast(DrafterDescription, ray.get(self._loading))
+        try:
+            return cast(DrafterDescription, ray.get(self._loading))
+        except RayTaskError as error:
+            if isinstance(error.cause, ValueError):  # a mistake of the user's
+                raise ValueError(str(error.cause)) from error
+            raise
 
     def set_num_blocks(self, num_blocks: int) -> None:
         """Of the target's KV pool; before the first `begin`."""

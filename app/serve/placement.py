@@ -80,6 +80,11 @@ def bundle_of(options: dict[str, Any]) -> Resources:
 def check_placeable(bundles: Sequence[Resources], strategy: str, nodes: Sequence[Resources]) -> None:
     """Raises ValueError, saying what is missing, where `nodes` could not hold the bundles even with nothing on them."""
     short = missing(bundles, strategy, nodes)
+    if short and len(bundles) == 1:
+        raise ValueError(
+            f"the cluster can not hold rank 0 and its draft actor: {short}; lower deployment_config.ray_actor_options "
+            "or draft_actor_options, add nodes, or set wait_for_nodes where they are on their way"
+        )
     if short:
         raise ValueError(
             f"tensor_parallel_size is {len(bundles)}, and the cluster can not hold its ranks: {short}; lower it, add "

@@ -1,21 +1,14 @@
 """The controller on scripted costs and acceptances: best draft length found, changes followed, little ever lost."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 
-from app.engine.plan import AdmittedSequence, ScheduledSequence, StepPlan, StepTimings
-from app.engine.sampling_params import SamplingParams
-from app.engine.sequence_state import SequenceState
-from app.speculative.controller import DraftLengthController, calibrate
+from app.engine.plan import StepTimings
+from app.speculative.controller import calibrate
 from app.speculative.cost_model import CostModel
 from app.speculative.draft_choice import choose_draft_lengths
-from app.speculative.proposer import Drafts, Verdict
-
-MAX_K = 8
-ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256]
+from app.speculative.proposer import Verdict
+from tests.helpers.scripted_machine import MAX_K, Machine, OutlinedBatch, calibrated
 
 
 def memory_bound(rows: int) -> float:
@@ -25,86 +18,6 @@ def memory_bound(rows: int) -> float:
 
 def compute_bound(rows: int) -> float:
     return 0.002 + 0.002 * rows
-
-
-@dataclass
-class Machine:
-    """A scripted target and drafter: what passes cost, and which drafts are kept."""
-
-    target: Callable[[int], float]
-    drafter: Callable[[int], float] | None
-    acceptance: np.ndarray  # [k] conditional
-    num_seqs: int
-    states_acceptance: bool  # drafts come before they are chosen, with the probability that they are kept
-    found: float = 1.0  # share of the sequences and steps for which there are drafts at all
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        self.rng = np.random.default_rng(self.seed)
-        self.state = SequenceState(self.num_seqs, 1 << 15, 1 << 15)
-        self.seconds = 0.0
-        self.tokens = 0
-
-    def admit(self) -> list[AdmittedSequence]:
-        return [AdmittedSequence(slot, [5], 1, 0, [slot], SamplingParams(), 0, ()) for slot in range(self.num_seqs)]
-
-    def step(self, controller: DraftLengthController | None, fixed_k: int, first: bool) -> None:
-        scheduled = [ScheduledSequence(slot, 1, fixed_k, []) for slot in range(self.num_seqs)]
-        plan = StepPlan(0, scheduled, self.admit() if first else [])
-        self.state.apply(plan)
-        if controller is not None:
-            plan = controller.plan(self.state, plan)
-        lengths = np.array([s.num_draft_tokens for s in plan.scheduled])
-        token_ids = np.zeros((self.num_seqs, int(lengths.max(initial=0))), dtype=np.int64)
-        has_drafts = self.rng.random(self.num_seqs) < self.found
-        drafts = Drafts(token_ids, lengths * has_drafts)
-        propose_s = 0.0
-        if self.drafter is not None:
-            propose_s = sum(self.drafter(int((lengths > depth).sum())) for depth in range(int(lengths.max(initial=0))))
-        elif self.states_acceptance:
-            stated = np.tile(self.acceptance[: token_ids.shape[1]], (self.num_seqs, 1))
-            drafts = Drafts(token_ids, drafts.num_tokens, acceptance=stated)
-            if controller is not None:
-                drafts = controller.cut(self.state, plan, drafts)
-        kept = np.cumprod(self.rng.random((self.num_seqs, MAX_K)) < self.acceptance, axis=1).sum(axis=1)
-        accepted = np.minimum(kept, drafts.num_tokens)
-        rows = self.num_seqs + int(drafts.num_tokens.sum())
-        timings = StepTimings(propose_s=propose_s, forward_s=self.target(rows))
-        self.seconds += propose_s + timings.forward_s
-        self.tokens += self.num_seqs + int(accepted.sum())
-        if controller is not None:
-            batch = _Batch(np.arange(self.num_seqs), drafts.num_tokens, rows)
-            verdict = Verdict(
-                np.zeros((self.num_seqs, MAX_K + 1)), accepted + 1, accepted, np.zeros(self.num_seqs, bool)
-            )
-            controller.observe(batch, verdict, timings)
-        for slot in range(self.num_seqs):
-            self.state.commit(slot, 1, np.full(accepted[slot] + 1, 5))
-
-    def run(self, num_steps: int, controller: DraftLengthController | None = None, fixed_k: int = MAX_K) -> float:
-        """Tokens per second of so many steps more."""
-        seconds, tokens = self.seconds, self.tokens
-        for _ in range(num_steps):
-            self.step(controller, fixed_k, first=self.seconds == 0.0)
-        return (self.tokens - tokens) / (self.seconds - seconds)
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """What the controller reads of a batch."""
-
-    slots: np.ndarray
-    num_draft_tokens: np.ndarray
-    num_tokens: int
-
-
-def cost(function: Callable[[int], float]) -> CostModel:
-    return CostModel(ROWS, [function(rows) for rows in ROWS])
-
-
-def controller_of(machine: Machine) -> DraftLengthController:
-    drafter = None if machine.drafter is None else cost(machine.drafter)
-    return DraftLengthController(machine.num_seqs, MAX_K, cost(machine.target), drafter, machine.states_acceptance)
 
 
 def expected_rate(machine: Machine, k: int) -> float:
@@ -140,7 +53,7 @@ def machine(name: str, seed: int = 0) -> Machine:
 @pytest.mark.parametrize("name", MACHINES)
 def test_it_converges_to_the_best_fixed_length(name):
     scripted = machine(name)
-    controller = controller_of(scripted)
+    controller = scripted.controller()
     scripted.run(200, controller)
     num_steps = 3000
     rate = scripted.run(num_steps, controller)
@@ -154,7 +67,7 @@ def test_it_converges_to_the_best_fixed_length(name):
 @pytest.mark.parametrize("name", MACHINES)
 def test_it_never_sits_more_than_two_per_cent_below_plain_decoding(name):
     scripted = machine(name)
-    controller = controller_of(scripted)
+    controller = scripted.controller()
     scripted.run(100, controller)
     assert scripted.run(1000, controller) >= 0.98 * expected_rate(scripted, 0)
 
@@ -164,14 +77,14 @@ def test_it_never_sits_more_than_two_per_cent_below_plain_decoding(name):
 def test_lookup_that_finds_something_now_and_then_does_not_lose(num_seqs, acceptance):
     """N-gram lookup is told to draft before a match is known of; where there is none, nothing is paid."""
     scripted = Machine(compute_bound, None, np.full(MAX_K, acceptance), num_seqs, False, found=0.3)
-    controller = controller_of(scripted)
+    controller = scripted.controller()
     scripted.run(100, controller)
     assert scripted.run(1000, controller) >= 0.98 * expected_rate(scripted, 0)
 
 
 def test_a_losing_draft_model_is_off_within_a_second():
     scripted = machine("one stream, bad draft model")
-    controller = controller_of(scripted)
+    controller = scripted.controller()
     while scripted.seconds < 1.0:
         scripted.run(1, controller)
     drafted = controller.totals.num_decisions - controller.totals.num_plain
@@ -184,7 +97,7 @@ def test_a_losing_draft_model_is_off_within_a_second():
 def test_it_follows_a_change_of_text(before, after):
     """Within 50 steps where drafts are judged; what was off comes back by exploration, at most 1% of the time."""
     scripted = machine("one stream, good draft model")
-    controller = controller_of(scripted)
+    controller = scripted.controller()
     scripted.acceptance = np.full(MAX_K, before)
     scripted.run(400, controller)
     scripted.acceptance = np.full(MAX_K, after)
@@ -195,7 +108,7 @@ def test_it_follows_a_change_of_text(before, after):
 
 
 def test_a_cost_model_follows_the_machine():
-    model = cost(memory_bound)
+    model = calibrated(memory_bound)
     for _ in range(200):
         for rows in (1, 8, 16, 40):
             model.observe(rows, 2 * memory_bound(rows))
@@ -206,13 +119,13 @@ def test_a_cost_model_follows_the_machine():
 def test_rows_that_a_drafter_makes_up_for_are_no_part_of_a_drafts_cost():
     """After a prompt, and after steps without drafts, the first pass has many rows; what is cheaper still counts."""
     scripted = machine("one stream, good draft model")
-    controller = controller_of(scripted)
+    controller = scripted.controller()
     scripted.run(50, controller)
     learned = float(controller._draft_cost.seconds(1))
 
     def step(num_prompt_rows: int, num_drafts: int, propose_s: float) -> float:
         controller.choice.depth = num_drafts
-        batch = _Batch(np.array([0]), np.array([num_drafts]), 1 + num_prompt_rows + num_drafts)
+        batch = OutlinedBatch(np.array([0]), np.array([num_drafts]), 1 + num_prompt_rows + num_drafts)
         verdict = Verdict(np.zeros((1, MAX_K + 1)), np.array([1]), np.array([0]), np.zeros(1, bool))
         controller.observe(batch, verdict, StepTimings(propose_s=propose_s, forward_s=0.01))
         return float(controller._draft_cost.seconds(1))
@@ -222,11 +135,12 @@ def test_rows_that_a_drafter_makes_up_for_are_no_part_of_a_drafts_cost():
         assert step(0, 1, 1.9 * learned) == pytest.approx(learned)
     step(0, 0, 0.0)
     assert step(0, 1, 0.5 * learned) < 0.99 * learned
-    assert step(0, 1, 1.5 * learned) > learned, "rows of a step of drafts are a draft's cost"
+    before = step(0, 1, learned)
+    assert step(0, 1, 1.5 * before) > before, "rows of a step of drafts are a draft's cost"
 
 
 def test_one_hiccup_does_not_change_what_is_believed():
-    model = cost(memory_bound)
+    model = calibrated(memory_bound)
     model.observe(8, 10.0)
     assert float(model.seconds(8)) < 1.1 * memory_bound(8)
 
@@ -249,7 +163,7 @@ def test_calibration_takes_the_fastest_repeat():
 def test_drafts_go_where_they_are_kept():
     """One sequence repeats itself, the other does not: on a compute-bound machine only the first drafts."""
     acceptance = np.array([[0.95] * 4, [0.2] * 4])
-    decision = choose_draft_lengths(acceptance, np.array([4, 4]), 0, cost(compute_bound), None)
+    decision = choose_draft_lengths(acceptance, np.array([4, 4]), 0, calibrated(compute_bound), None)
     assert decision.num_tokens[0] == 4
     assert decision.num_tokens[1] == 0
     assert decision.predicted_rate > decision.plain_rate
@@ -258,19 +172,20 @@ def test_drafts_go_where_they_are_kept():
 def test_rows_that_a_drafter_runs_later_count_against_plain_decoding():
     """MTP keeps its KV whole: a step without drafts saves its passes, but not its rows, which come in a later one."""
     acceptance, limits = np.full((4, 3), 0.5), np.full(4, 3)
-    drafter = cost(lambda rows: 0.004 + 0.0005 * rows)
-    free_to_lag = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), drafter)
-    keeps_up = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), drafter, drafter_keeps_up=True)
+    drafter = calibrated(lambda rows: 0.004 + 0.0005 * rows)
+    free_to_lag = choose_draft_lengths(acceptance, limits, 0, calibrated(memory_bound), drafter)
+    keeps_up = choose_draft_lengths(acceptance, limits, 0, calibrated(memory_bound), drafter, drafter_keeps_up=True)
     assert free_to_lag.num_tokens.tolist() == [0] * 4
     assert keeps_up.num_tokens.tolist() == [1] * 4
-    assert free_to_lag.plain_rate == pytest.approx(4 / 0.010)
-    assert keeps_up.plain_rate == pytest.approx(4 / 0.012)
+    assert free_to_lag.plain_rate == keeps_up.plain_rate == pytest.approx(4 / 0.010)
+    without = choose_draft_lengths(acceptance, 0 * limits, 0, calibrated(memory_bound), drafter, drafter_keeps_up=True)
+    assert without.predicted_rate == pytest.approx(4 / 0.012)
 
 
 def test_rows_of_a_prompt_chunk_make_drafts_dearer():
     """Eight rows are free on this machine while nothing else runs; beside a chunk every row costs."""
     acceptance, limits = np.full((1, 4), 0.08), np.array([4])
-    alone = choose_draft_lengths(acceptance, limits, 0, cost(memory_bound), None)
-    beside = choose_draft_lengths(acceptance, limits, 100, cost(memory_bound), None)
+    alone = choose_draft_lengths(acceptance, limits, 0, calibrated(memory_bound), None)
+    beside = choose_draft_lengths(acceptance, limits, 100, calibrated(memory_bound), None)
     assert alone.num_tokens[0] > 0
     assert beside.num_tokens[0] == 0

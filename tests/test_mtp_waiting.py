@@ -1,5 +1,7 @@
 """Rows of steps without drafts wait, and are run together: none is lost, and none is run one by one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -125,6 +127,34 @@ def test_rows_that_wait_fit_a_step(folder, monkeypatch):
         engine.step()
     kept = engine.executor.worker.proposer._modules.num_modules - 1
     assert max(passes) <= 16 + 4 * kept
+
+
+def test_who_is_given_up_has_no_pass_and_the_same_text(folder, monkeypatch):
+    """The others go on to be drafted for, and the slot's next sequence again."""
+    engine = make_engine(folder)
+    passes, worker = count_passes(engine, monkeypatch), engine.executor.worker
+    wanted = [generate(engine, PROMPT[4 * i :], 20) for i in range(2)]
+    engine.set_num_speculative_tokens(2)
+    propose, given_up, drafted = worker.proposer.propose, [], {}
+
+    def forgetful(state, plan):
+        plan = replace(plan, given_up_slots=[slot for slot in given_up if state.num_tokens[slot]])
+        drafts = propose(state, plan)
+        for scheduled, num_tokens in zip(plan.scheduled, drafts.num_tokens.tolist(), strict=True):
+            drafted[scheduled.slot] = drafted.get(scheduled.slot, 0) + num_tokens
+        return drafts
+
+    monkeypatch.setattr(worker.proposer, "propose", forgetful)
+    for slots, has_passes in (([0], True), ([0, 1], False), ([], True)):
+        given_up[:] = slots
+        drafted.clear()
+        passes.clear()
+        prompts = [PROMPT[4 * i :] for i in range(2)]
+        outputs = engine.generate(prompts, greedy(20), use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == wanted
+        assert bool(passes) == has_passes
+        assert [drafted[slot] > 0 for slot in (0, 1)] == [slot not in slots for slot in (0, 1)]
+    assert engine.stats()["num_drafter_faults"] == 0
 
 
 def test_held_rows_come_back_slot_by_slot():

@@ -90,8 +90,8 @@ def test_rejections_leave_only_valid_kv_behind():
     assert sum(fresh.drafter.passes) > 3 * sum(engine.drafter.passes)
 
 
-def test_steps_without_drafts_keep_the_drafter_warm_at_the_cost_of_few_passes():
-    """k = 0 for a while: acceptance does not collapse when drafting resumes, and passes wait for a block's worth."""
+def test_steps_without_drafts_cost_no_pass_and_are_made_up_for():
+    """k = 0 for a while: acceptance does not collapse when drafting resumes, and what was missed is run in one pass."""
     engine = make_engine(KVReadingModel(VOCAB), k=3, max_num_seqs=1, caching=False)
     sequence = engine.add(PROMPTS[4], temperature=0.0, ignore_eos=True, max_tokens=60)
     for k, num_steps in ((3, 4), (0, 21), (2, 3), (0, 1), (1, 2), (0, 2), (3, 100)):
@@ -100,7 +100,9 @@ def test_steps_without_drafts_keep_the_drafter_warm_at_the_cost_of_few_passes():
         for _ in range(num_steps):
             engine.step()
         if (k, num_steps) == (0, 21):
-            assert len(engine.drafter.passes) - num_passes == 5  # blocks of 4 tokens
+            assert len(engine.drafter.passes) == num_passes
+        if (k, num_steps) == (2, 3):
+            assert engine.drafter.passes[num_passes] > 21
     assert len(engine.output(sequence)) == 60
     stats = engine.scheduler.speculation_stats
     assert stats.num_accepted == stats.num_drafted > 0

@@ -40,6 +40,7 @@ class StepPlan:
     admitted: list[AdmittedSequence] = field(default_factory=list)
     released_slots: list[int] = field(default_factory=list)
     finished_slots: list[int] = field(default_factory=list)  # those released whose sequences will not come back
+    given_up_slots: list[int] = field(default_factory=list)  # the controller's: no drafts for these sequences any more
     drafts: Any = None  # on their way from a draft actor, in a form that its proposer on rank 0 knows to open
 
     @property

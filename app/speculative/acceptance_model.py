@@ -3,9 +3,9 @@
 import numpy as np
 
 DECAY = 0.97  # of what is known, a verification: half of it is forgotten in 23 steps
-PRIOR_ACCEPTANCE = 0.7  # hopeful, so that drafting starts and is measured
+PRIOR_ACCEPTANCE = 0.6  # hopeful, so that drafting starts and is measured
 PRIOR_WEIGHT = 1.0  # verifications that the prior counts for
-GLOBAL_WEIGHT = 4.0  # verifications of a sequence that the estimate over all sequences counts for
+GLOBAL_WEIGHT = 12.0  # verifications of a sequence that the estimate over all sequences counts for
 
 
 class AcceptanceModel:
@@ -20,6 +20,7 @@ class AcceptanceModel:
         self._accepted = np.zeros((max_num_seqs, max_num_tokens))
         self._all_tried = np.zeros(max_num_tokens)
         self._all_accepted = np.zeros(max_num_tokens)
+        self._shared = np.full(max_num_tokens, PRIOR_ACCEPTANCE)  # estimate over all sequences
 
     def admit(self, slot: int) -> None:
         """A new sequence knows what all know."""
@@ -46,11 +47,16 @@ class AcceptanceModel:
         self._all_tried = self._all_tried * decay + tried.sum(axis=0)
         self._all_accepted = self._all_accepted * decay + accepted.sum(axis=0)
 
+        prior = PRIOR_ACCEPTANCE
+        for position in range(len(self._shared)):
+            tried = self._all_tried[position] + PRIOR_WEIGHT
+            prior = self._shared[position] = (self._all_accepted[position] + PRIOR_WEIGHT * prior) / tried
+
+    @property
+    def num_judged(self) -> float:
+        """First drafts that what is known rests on."""
+        return float(self._all_tried[0])
+
     def estimate(self, slots: np.ndarray) -> np.ndarray:
         """Conditional acceptance probabilities; fp64 [num_seqs, max_num_tokens]."""
-        shared = np.empty(len(self._all_tried))
-        prior = PRIOR_ACCEPTANCE
-        for position in range(len(shared)):
-            tried = self._all_tried[position] + PRIOR_WEIGHT
-            prior = shared[position] = (self._all_accepted[position] + PRIOR_WEIGHT * prior) / tried
-        return (self._accepted[slots] + GLOBAL_WEIGHT * shared) / (self._tried[slots] + GLOBAL_WEIGHT)
+        return (self._accepted[slots] + GLOBAL_WEIGHT * self._shared) / (self._tried[slots] + GLOBAL_WEIGHT)

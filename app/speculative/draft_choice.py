@@ -6,16 +6,21 @@ import numpy as np
 
 from app.speculative.cost_model import CostModel
 
-MARGIN = 1.01  # predicted gain that drafting must show: less is within the error of the prediction
+MARGIN = 1.03  # predicted gain that drafting must show: less is within the error of the prediction
+CAUTION = 1.04  # times its predicted cost that a draft must earn
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Draft lengths, with the tokens per second predicted for them and for plain decoding."""
+    """Draft lengths, with what is predicted for them and for plain decoding."""
 
     num_tokens: np.ndarray  # [num_seqs] int64
-    predicted_rate: float
-    plain_rate: float
+    predicted_rate: float  # tokens per second of the sequences that sample, prompt chunks not counted
+    plain_rate: float  # the same without drafts, and without a drafter
+
+    @property
+    def drafts(self) -> bool:
+        return bool(self.num_tokens.any())
 
 
 def choose_draft_lengths(
@@ -25,6 +30,8 @@ def choose_draft_lengths(
     pass_cost: CostModel,  # of the target
     draft_cost: CostModel | None,  # of one pass of the drafter over one row a sequence; None: drafts are free
     drafter_keeps_up: bool = False,  # rows of steps without drafts are run later, with others
+    start_s: float = 0.0,  # that drafting costs beside its passes
+    trust: float = 1.0,  # in a rate predicted for drafts
 ) -> Decision:
     """Maximises expected tokens / predicted seconds over all splits of drafts among the sequences.
 
@@ -38,27 +45,35 @@ def choose_draft_lengths(
     kept = np.cumprod(acceptance, axis=1)
     available = np.arange(depth) < limits[:, None]
     decode_seconds = float(pass_cost.seconds(num_seqs))
-    plain_seconds = decode_seconds
+    plain_rate = num_seqs / decode_seconds
+    rate_without = plain_rate
     if draft_cost is not None and drafter_keeps_up:
-        plain_seconds += float(draft_cost.seconds(2 * num_seqs) - draft_cost.seconds(num_seqs))
-    plain_rate = num_seqs / plain_seconds
-    best = Decision(np.zeros(num_seqs, dtype=np.int64), plain_rate, plain_rate)
+        rate_without = num_seqs / (decode_seconds + float(draft_cost.seconds(2 * num_seqs)) - _of(draft_cost, num_seqs))
+    best = Decision(np.zeros(num_seqs, dtype=np.int64), rate_without, plain_rate)
     if not available.any():
         return best
     depths = [depth] if draft_cost is None else range(1, int(limits.max()) + 1)
     step_rows = num_seqs + num_other_rows
-    draft_seconds = 0.0
+    draft_seconds = start_s
+    rate_before = 0.0
     for num_passes in depths:
         taken = available[:, :num_passes]
         if draft_cost is not None:
-            draft_seconds += float(draft_cost.seconds(int(taken[:, num_passes - 1].sum())))
+            draft_seconds += _of(draft_cost, int(taken[:, num_passes - 1].sum()))
         gains = kept[:, :num_passes][taken]
         order = np.argsort(-gains, kind="stable")
         added_rows = np.arange(1, len(order) + 1)
-        added_seconds = pass_cost.seconds(step_rows + added_rows) - pass_cost.seconds(step_rows)
-        rates = (num_seqs + np.cumsum(gains[order])) / (decode_seconds + draft_seconds + added_seconds)
+        added_seconds = pass_cost.seconds(step_rows + added_rows) - pass_cost.seconds(step_rows) + draft_seconds
+        rates = (num_seqs + np.cumsum(gains[order])) / (decode_seconds + CAUTION * added_seconds)
         most = int(np.argmax(rates))
-        if rates[most] > max(MARGIN * plain_rate, best.predicted_rate):
+        if rates[most] <= rate_before:  # deeper drafts are kept more seldom, and cost as much
+            break
+        rate_before = float(rates[most])
+        if rates[most] > max(MARGIN / trust * rate_without, best.predicted_rate):
             owners = np.nonzero(taken)[0][order[: most + 1]]
             best = Decision(np.bincount(owners, minlength=num_seqs), float(rates[most]), plain_rate)
     return best
+
+
+def _of(cost: CostModel, rows: int) -> float:
+    return float(cost.seconds(rows))

@@ -73,17 +73,12 @@ class DraftModelProposer:
     def _compute_missing(self, slots: np.ndarray, drafting: np.ndarray) -> torch.Tensor | None:
         """Computes what the drafter lacks; hidden states of the drafting sequences' last tokens, in their order.
 
-        Drafting sequences are computed whole. The others follow the target, one step behind it, so that drafting can
-        start at any time; where no sequence drafts, they wait until a block's worth of tokens makes a pass worthwhile.
-        Sequences that never draft cost nothing.
+        Drafting sequences are computed whole. The others wait until they draft: rows of many steps cost less together,
+        and those of a sequence that never drafts are not run at all.
         """
         state, context = self._context.state, self._context
         self._kv.truncate(slots[drafting], state.num_tokens[slots[drafting]] - 1)  # there must be a last row to run
-        ends = np.where(drafting, state.num_tokens[slots], state.num_computed_tokens[slots])
-        num_missing = np.maximum(ends - self._kv.num_computed_tokens[slots], 0)
-        num_missing[~self._may_draft(slots)] = 0
-        if not drafting.any():
-            num_missing[num_missing < state.block_size] = 0
+        num_missing = np.where(drafting, state.num_tokens[slots] - self._kv.num_computed_tokens[slots], 0)
 
         last_hidden_states = []
         while num_missing.any():
@@ -132,10 +127,6 @@ class DraftModelProposer:
         logits = self._model.compute_logits(hidden_states)[:, : self._target_vocab_size]
         num_absent = self._target_vocab_size - logits.shape[1]
         return torch.nn.functional.pad(logits, (0, num_absent), value=-torch.inf) if num_absent else logits
-
-    def _may_draft(self, slots: np.ndarray) -> np.ndarray:
-        params = [self._context.state.sampling_params[slot] for slot in slots]
-        return np.array([each is not None and each.num_speculative_tokens != 0 for each in params], dtype=bool)
 
 
 def load(config: DraftModelConfig, target: TargetContext) -> LoadedProposer:

@@ -41,8 +41,9 @@ class MTPProposer:
     and then. Rows that hold drafts are written behind the settled ones and over again.
 
     A sequence whose cached prefix lacks the drafter's KV (after a fault) is left alone: it can not be computed without
-    the target's hidden states. To treat such prefixes as unknown would bring them back at the price of every prompt's
-    prefix, and a drafter that keeps failing would switch the target's prefix cache off; they go as blocks are evicted.
+    the target's hidden states. So is one that the controller has given up, and who has its prefix. To treat such
+    prefixes as unknown would bring them back at the price of every prompt's prefix, and a drafter that keeps failing
+    would switch the target's prefix cache off; they go as blocks are evicted.
     """
 
     def __init__(self, modules: DeepseekMTP, context: ProposerContext) -> None:
@@ -115,12 +116,14 @@ class MTPProposer:
     def _forget(self, plan: StepPlan) -> None:
         """Drops what is known of slots that changed hands; an admitted one drafts if its cached prefix is whole."""
         self._kv.apply(plan)
-        if plan.released_slots or plan.admitted:
-            self._drop([*plan.released_slots, *(admitted.slot for admitted in plan.admitted)])
+        if plan.released_slots or plan.admitted or plan.given_up_slots:
+            admitted_slots = (admitted.slot for admitted in plan.admitted)
+            self._drop([*plan.released_slots, *admitted_slots, *plan.given_up_slots])
         self._is_blind[plan.released_slots] = True
         for admitted in plan.admitted:
             has_prefix = self._kv.num_computed_tokens[admitted.slot] == admitted.num_computed_tokens
             self._is_blind[admitted.slot] = not has_prefix
+        self._is_blind[plan.given_up_slots] = True
 
     def _drop(self, slots: list[int]) -> None:
         self._held.drop(slots)

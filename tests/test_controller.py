@@ -174,12 +174,14 @@ def test_rows_that_a_drafter_runs_later_count_against_plain_decoding():
     acceptance, limits = np.full((4, 3), 0.5), np.full(4, 3)
     drafter = calibrated(lambda rows: 0.004 + 0.0005 * rows)
     free_to_lag = choose_draft_lengths(acceptance, limits, 0, calibrated(memory_bound), drafter)
-    keeps_up = choose_draft_lengths(acceptance, limits, 0, calibrated(memory_bound), drafter, drafter_keeps_up=True)
+    keeps_up = choose_draft_lengths(acceptance, limits, 0, calibrated(memory_bound), drafter, num_followed=4)
     assert free_to_lag.num_tokens.tolist() == [0] * 4
     assert keeps_up.num_tokens.tolist() == [1] * 4
     assert free_to_lag.plain_rate == keeps_up.plain_rate == pytest.approx(4 / 0.010)
-    without = choose_draft_lengths(acceptance, 0 * limits, 0, calibrated(memory_bound), drafter, drafter_keeps_up=True)
+    without = choose_draft_lengths(acceptance, 0 * limits, 0, calibrated(memory_bound), drafter, num_followed=4)
     assert without.predicted_rate == pytest.approx(4 / 0.012)
+    given_up = choose_draft_lengths(acceptance, 0 * limits, 0, calibrated(memory_bound), drafter)
+    assert given_up.predicted_rate == given_up.plain_rate
 
 
 def test_rows_of_a_prompt_chunk_make_drafts_dearer():

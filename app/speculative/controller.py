@@ -199,7 +199,7 @@ class DraftLengthController:
             num_other_rows,
             self._pass_cost,
             self._draft_cost,
-            drafter_keeps_up=self._followed is not None,
+            num_followed=0 if self._followed is None else int((limits > 0).sum()),
             start_s=start_s,
             trust=self._trust,
         )

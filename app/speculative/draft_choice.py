@@ -29,7 +29,7 @@ def choose_draft_lengths(
     num_other_rows: int,  # rows of the step that sample nothing: prompt chunks
     pass_cost: CostModel,  # of the target
     draft_cost: CostModel | None,  # of one pass of the drafter over one row a sequence; None: drafts are free
-    drafter_keeps_up: bool = False,  # rows of steps without drafts are run later, with others
+    num_followed: int = 0,  # sequences whose rows the drafter runs later, with others, where a step has no drafts
     start_s: float = 0.0,  # that drafting costs beside its passes
     trust: float = 1.0,  # in a rate predicted for drafts
 ) -> Decision:
@@ -47,8 +47,9 @@ def choose_draft_lengths(
     decode_seconds = float(pass_cost.seconds(num_seqs))
     plain_rate = num_seqs / decode_seconds
     rate_without = plain_rate
-    if draft_cost is not None and drafter_keeps_up:
-        rate_without = num_seqs / (decode_seconds + float(draft_cost.seconds(2 * num_seqs)) - _of(draft_cost, num_seqs))
+    if draft_cost is not None and num_followed:
+        later_s = _of(draft_cost, num_seqs + num_followed) - _of(draft_cost, num_seqs)
+        rate_without = num_seqs / (decode_seconds + later_s)
     best = Decision(np.zeros(num_seqs, dtype=np.int64), rate_without, plain_rate)
     if not available.any():
         return best

@@ -48,6 +48,8 @@ class DraftModelProposer:
     @torch.inference_mode()
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         self._kv.apply(plan)
+        if not plan.num_draft_tokens:
+            return Drafts.none(len(plan.scheduled))
         slots = np.array([scheduled.slot for scheduled in plan.scheduled], dtype=np.int64)
         limits = np.array([scheduled.num_draft_tokens for scheduled in plan.scheduled], dtype=np.int64)
         hidden_states = self._compute_missing(slots, limits > 0)

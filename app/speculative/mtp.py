@@ -80,6 +80,8 @@ class MTPProposer:
         drafts = any(scheduled.num_draft_tokens for scheduled in plan.scheduled)
         if drafts or self._held.num_new.sum() + num_rows > self._context.max_num_batched_tokens:
             self._compute_held(state)
+        if not drafts:
+            return Drafts.none(len(plan.scheduled))
         slots = np.array([scheduled.slot for scheduled in plan.scheduled], dtype=np.int64)
         rows = DraftRows(self._modules.num_modules)
 

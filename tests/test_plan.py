@@ -455,7 +455,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "width": (
         {"tensor_parallel_size": 3},
         (),
-        "intermediate_size is 14336, which tensor_parallel_size 3 does not divide",
+        "args.tensor_parallel_size is 3, which does not divide the checkpoint's num_attention_heads, 32: use a divisor",
     ),
     "no_mtp": (
         MTP,

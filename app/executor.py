@@ -32,7 +32,7 @@ class Executor(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Ends the ranks, whatever they are doing; a step that is waited for raises."""
+        """Ends the ranks, whatever they are doing; a step that is waited for raises. May be called again."""
         ...
 
 

@@ -32,6 +32,9 @@ class DeferringExecutor:
             step = future.result
         return partial(self._take, step)
 
+    def check_health(self) -> None:
+        """Its rank is this process."""
+
     def stats(self) -> dict[str, float]:
         return self.worker.stats()
 

@@ -17,12 +17,13 @@ from app.engine.plan import StepPlan, StepResult
 from app.follower import Follower
 from app.serve.draft_actor import received_drafts
 from app.serve.host_interface import interface_of
+from app.serve.step_thread import StepThread
 from app.worker import Worker
 from app.worker_loader import LoadedModel, load_follower, load_worker, select_device
 from models.parallel import TensorParallelGroup, set_tensor_parallel_group
 
-LIFETIME_GROUP, CONTROL_GROUP = "lifetime", "control"
-CONCURRENCY_GROUPS = {LIFETIME_GROUP: 1, CONTROL_GROUP: 1}  # beside the steps, which one thread runs in order
+LIFETIME_GROUP, CONTROL_GROUP, STEP_GROUP = "lifetime", "control", "steps"
+CONCURRENCY_GROUPS = {LIFETIME_GROUP: 1, CONTROL_GROUP: 1, STEP_GROUP: 2}  # a step, and the next one's plan
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # one that is set stays as it is
 
 
@@ -47,6 +48,7 @@ class RankActor:
         self._device = select_device(config.device)
         self._store: dist.TCPStore | None = None
         self._member: Worker | Follower | None = None
+        self._steps: StepThread | None = None
 
     def open_store(self) -> Rendezvous:
         """On a port that the system chooses: one looked for beforehand may be taken by the time that it is needed."""
@@ -81,16 +83,18 @@ class RankActor:
     def load(self, num_ranks_on_host: int, drafter: DrafterDescription | None) -> LoadedModel | None:
         """Loads this rank's shares; rank 0 says what the model is. `drafter` is that of a draft actor."""
         if self._rank > 0:
-            self._member = load_follower(self._config, num_ranks_on_host)
-            return None
-        remote = received_drafts(self._config, drafter) if drafter is not None else None
-        self._member, loaded = load_worker(self._config, True, num_ranks_on_host, remote)
+            self._member, loaded = load_follower(self._config, num_ranks_on_host), None
+        else:
+            remote = received_drafts(self._config, drafter) if drafter is not None else None
+            self._member, loaded = load_worker(self._config, True, num_ranks_on_host, remote)
+        self._steps = StepThread(self._member.speculative_step)
         return loaded
 
+    @ray.method(concurrency_group=STEP_GROUP)
     def speculative_step(self, plan: StepPlan) -> StepResult | None:
-        """This rank's part of a step; rank 0's result."""
-        assert self._member is not None, "a step before `load`"
-        return self._member.speculative_step(plan)
+        """This rank's part of a step; rank 0's result. The next plan may be brought while a step runs."""
+        assert self._steps is not None, "a step before `load`"
+        return self._steps.carry_out(plan)
 
     @ray.method(concurrency_group=CONTROL_GROUP)
     def stats(self) -> dict[str, float]:

@@ -8,6 +8,9 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any, cast
 
+from pydantic import ValidationError
+
+from app.config_errors import describe
 from app.engine.block_manager import BlockManager
 from app.engine.output_collector import OutputCollector
 from app.engine.outputs import GenerationRequest, RequestOutput, SequenceDelta
@@ -67,10 +70,8 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig | None = None, *, progress: bool = True, **fields: Any) -> None:
-        if config is None:
-            config = EngineConfig(**fields)
-        elif fields:
-            config = EngineConfig(**config.model_dump(exclude_unset=True), **fields)
+        if config is None or fields:
+            config = _config({} if config is None else config.model_dump(exclude_unset=True), fields)
         self.config = config
         worker, self.loaded = load_worker(config, progress)
         self._start(LocalExecutor(worker), self.loaded)
@@ -297,3 +298,11 @@ class LLMEngine:
             self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
             for prompt in cast(Sequences[Prompt], prompts)
         ]
+
+
+def _config(fields: dict[str, Any], overrides: dict[str, Any]) -> EngineConfig:
+    given = fields | overrides
+    try:
+        return EngineConfig(**given)
+    except ValidationError as error:
+        raise ValueError(describe(error, EngineConfig, given, "EngineConfig")) from error

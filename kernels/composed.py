@@ -16,6 +16,22 @@ def linear_silu_and_mul(
     return backend.silu_and_mul(backend.linear(x, weight))
 
 
+def join_norms(
+    backend: ModuleType,
+    x: torch.Tensor,  # [T, H]
+    weight: torch.Tensor,  # [H]
+    second: torch.Tensor,  # [T, H]
+    second_weight: torch.Tensor,  # [H]
+    eps: float,
+    positions: torch.Tensor,  # [T] int64
+    second_leads: bool,
+) -> torch.Tensor:  # [T, 2 * H]
+    # On the device and by position, so that a captured graph and padding rows do the same.
+    x = x.masked_fill(positions.unsqueeze(1) == 0, 0)
+    normed = backend.rms_norm(x, weight, eps), backend.rms_norm(second, second_weight, eps)
+    return torch.cat(normed[::-1] if second_leads else normed, dim=-1)
+
+
 def qkv_attention(
     backend: ModuleType,
     positions: torch.Tensor,  # [T] int64

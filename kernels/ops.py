@@ -66,6 +66,21 @@ def add_rms_norm(
     return _backend(x).add_rms_norm(x, residual, weight, eps)
 
 
+def join_norms(
+    x: torch.Tensor,  # [T, H]
+    weight: torch.Tensor,  # [H]
+    second: torch.Tensor,  # [T, H]
+    second_weight: torch.Tensor,  # [H]
+    eps: float,
+    positions: torch.Tensor,  # [T] int64
+    second_leads: bool,
+) -> torch.Tensor:  # [T, 2 * H]
+    """rms_norm(x) beside rms_norm(second), or behind it where `second_leads`; x counts as zeros at position 0."""
+    backend = _backend(x)
+    arguments = (x, weight, second, second_weight, eps, positions, second_leads)
+    return cpu_ops.join_norms(*arguments) if backend is cpu_ops else composed.join_norms(backend, *arguments)
+
+
 def silu_and_mul(
     gate_up: torch.Tensor,  # [T, 2 * I]
 ) -> torch.Tensor:  # [T, I]

@@ -235,7 +235,7 @@ def match_tensors(
     if missing or unexpected:
         raise ValueError(
             f"the weights in {index.folder} are not those that its config.json describes; "
-            f"missing: {listed(missing)}; unexpected: {listed(unexpected)}"
+            f"missing: {listed(missing)}; unexpected: {listed(unexpected)}{_remedy(unexpected, config)}"
         )
     matched = {name: tensor for name, tensor in tensors.items() if name in destinations}
     for name, tensor in matched.items():
@@ -247,6 +247,17 @@ def match_tensors(
         if isinstance(tensor, StoredTensor) and tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(f"{stored.path}: {name} is stored as {tensor.dtype}, not as {', '.join(FLOAT_DTYPES)}")
     return matched
+
+
+def _remedy(unexpected: list[str], config: ModelConfig) -> str:
+    num_counted = config.num_hidden_layers + config.num_nextn_predict_layers
+    layers = (re.match(r"model\.layers\.(\d+)\.", name) for name in unexpected)
+    if all(layer is None or int(layer[1]) < num_counted for layer in layers):
+        return ""
+    return (
+        f"; config.json counts {config.num_hidden_layers} layers and {config.num_nextn_predict_layers} of multi-token "
+        "prediction: correct num_hidden_layers or num_nextn_predict_layers"
+    )
 
 
 def listed(names: list[str]) -> str:

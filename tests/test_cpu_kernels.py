@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import kernels.ops
-from kernels import reference
+from kernels import composed, reference
 from kernels.cpu import calls, ops
 from kernels.cpu.compiler import TARGET_FLAGS, CompilationError, build_library, find_compiler
 from kernels.cpu.library import Library, load_library
@@ -40,6 +40,8 @@ def instruction_sets() -> dict[str, tuple[tuple[str, ...], ...]]:
             levels["avx2"] = (("-march=x86-64-v3",),)
         if capability == "AVX512":
             levels["avx512"] = (("-march=x86-64-v4",),)
+            if "avx512_bf16" in Path("/proc/cpuinfo").read_text():
+                levels["avx512_bf16"] = (("-march=x86-64-v4", "-mavx512bf16"),)
     return levels
 
 
@@ -104,17 +106,18 @@ class TestLinear:
             assert torch.equal(ops.linear(x[:num_tokens], packed, bias, torch.float32), alone[:num_tokens])
             assert torch.equal(ops.linear(x[-num_tokens:], packed, bias, torch.float32), alone[-num_tokens:])
 
-    def test_takes_slices_more_dimensions_and_any_alignment(self, dtype: torch.dtype) -> None:
-        weight = random(70, 33, dtype=dtype)
+    @pytest.mark.parametrize("num_columns", [33, 64])
+    def test_takes_slices_more_dimensions_and_any_alignment(self, dtype: torch.dtype, num_columns: int) -> None:
+        weight = random(70, num_columns, dtype=dtype)
         packed = ops.pack_weight(weight)
         packed = PackedWeight(unaligned(packed.data), packed.num_rows, packed.num_columns)
-        wide = random(6, 80, dtype=dtype, seed=1)
-        plain = ops.linear(wide[:, 7:40].contiguous(), packed)
-        assert_close(plain, reference.linear(wide[:, 7:40].contiguous(), weight))
-        assert torch.equal(ops.linear(wide[:, 7:40], packed), plain)
-        assert torch.equal(ops.linear(unaligned(wide[:, 7:40]), packed), plain)
-        assert torch.equal(ops.linear(wide[:, 7:40].reshape(2, 3, 33), packed), plain.view(2, 3, 70))
-        assert torch.equal(ops.linear(wide[:, 7:40].t().contiguous().t(), packed), plain)
+        part = random(6, 80, dtype=dtype, seed=1)[:, 7 : 7 + num_columns]
+        plain = ops.linear(part.contiguous(), packed)
+        assert_close(plain, reference.linear(part.contiguous(), weight))
+        assert torch.equal(ops.linear(part, packed), plain)
+        assert torch.equal(ops.linear(unaligned(part), packed), plain)
+        assert torch.equal(ops.linear(part.reshape(2, 3, num_columns), packed), plain.view(2, 3, 70))
+        assert torch.equal(ops.linear(part.t().contiguous().t(), packed), plain)
 
     def test_the_number_of_threads_does_not_matter(self, dtype: torch.dtype) -> None:
         packed = ops.pack_weight(random(1000, 64, dtype=dtype))
@@ -134,9 +137,10 @@ class TestLinear:
         assert torch.equal(ops.linear(x, weight), reference.linear(x, weight))
         assert torch.equal(ops.embedding(torch.tensor([8, 0]), weight), weight[[8, 0]])
 
-    def test_nan_and_infinity_stay_in_their_row(self, dtype: torch.dtype) -> None:
-        packed = ops.pack_weight(random(40, 20, dtype=dtype))
-        x = random(5, 20, dtype=dtype, seed=1)
+    @pytest.mark.parametrize("num_columns", [20, 64])
+    def test_nan_and_infinity_stay_in_their_row(self, dtype: torch.dtype, num_columns: int) -> None:
+        packed = ops.pack_weight(random(40, num_columns, dtype=dtype))
+        x = random(5, num_columns, dtype=dtype, seed=1)
         poisoned = x.clone()
         poisoned[2] = torch.nan
         poisoned[3] = torch.inf
@@ -190,6 +194,18 @@ class TestRowKernels:
             assert_close(ops.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
         wide = random(5, 2 * width + 3, dtype=dtype)
         assert torch.equal(ops.silu_and_mul(wide[:, 1:-2]), ops.silu_and_mul(wide[:, 1:-2].contiguous()))
+
+    @pytest.mark.parametrize("width", [1, 16, 33, 64])
+    @pytest.mark.parametrize("second_leads", [False, True])
+    def test_join_norms(self, dtype: torch.dtype, width: int, second_leads: bool) -> None:
+        weights = [random(width, dtype=dtype, seed=seed) for seed in (1, 2)]
+        for num_tokens in (0, 1, 2, 5, 33, 1030):
+            x, second = (random(num_tokens, 2 * width, dtype=dtype, seed=seed, scale=3)[:, :width] for seed in (3, 4))
+            positions = torch.arange(num_tokens) % 4
+            arguments = (x, weights[0], second, weights[1], 1e-5, positions, second_leads)
+            fused = ops.join_norms(*arguments)
+            assert torch.equal(fused, composed.join_norms(ops, *arguments))
+            assert_close(fused, composed.join_norms(reference, *arguments))
 
     @pytest.mark.parametrize("interleaved", [False, True])
     @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(2, 2), (20, 12), (64, 64), (96, 96), (128, 64)])

@@ -136,6 +136,18 @@ def test_linear_into_a_wider_dtype_is_not_rounded_on_the_way(monkeypatch: pytest
     assert reference.linear(x, weight, bias).dtype == torch.bfloat16
 
 
+def test_joined_norms_stand_side_by_side_and_position_0_has_zeros_for_its_first() -> None:
+    x, second, weight, second_weight = torch.randn(3, 4), torch.randn(3, 4), torch.randn(4), torch.randn(4)
+    positions = torch.tensor([2, 0, 1])
+    joined = ops.join_norms(x, weight, second, second_weight, 1e-5, positions, second_leads=False)
+    first, last = joined.chunk(2, dim=1)
+    torch.testing.assert_close(first[[0, 2]], reference.rms_norm(x[[0, 2]], weight, 1e-5))
+    assert torch.equal(first[1], torch.zeros(4))
+    torch.testing.assert_close(last, reference.rms_norm(second, second_weight, 1e-5))
+    turned = ops.join_norms(x, weight, second, second_weight, 1e-5, positions, second_leads=True)
+    assert torch.equal(turned, torch.cat((last, first), dim=1))
+
+
 def test_embedding_reads_rows_and_refuses_ids_outside() -> None:
     weight = torch.randn(9, 4)
     assert torch.equal(reference.embedding(torch.tensor([8, 0]), weight), weight[[8, 0]])

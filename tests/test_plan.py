@@ -419,6 +419,34 @@ def test_a_draft_model_is_planned_beside_its_target(llama, tmp_path, capsys):
     assert result["steps"][1]["draft_s"] > 0
 
 
+@pytest.mark.parametrize(
+    ("placed", "num_ranks_of_drafter", "num_processes"),
+    [({}, 1, 1), ({"draft_tensor_parallel_size": 2}, 2, 1), ({"placement": "actor"}, 1, 2)],
+)
+def test_a_draft_model_is_whole_on_rank_0_unless_ranks_share_it(
+    placed, num_ranks_of_drafter, num_processes, llama, tmp_path, capsys
+):
+    small = write_config(tmp_path / "small", LLAMA | {"num_hidden_layers": 2})
+    speculative = {"method": "draft_model", "num_speculative_tokens": 2, "model": str(small), **placed}
+    path = write_serve_file(tmp_path, model=str(llama), tensor_parallel_size=2, speculative_config=speculative)
+    result = plan_json(capsys, path, "--device", "a100")
+    norms = 5 * 4096
+    matrices = 2 * LLAMA_LAYER + 2 * LLAMA_HEAD + 4096 - norms
+    assert result["rank_weight_bytes"]["draft model"] == 2 * (matrices // num_ranks_of_drafter + norms)
+    assert result["rank_memory"]["runtime_bytes"] == num_processes * DEVICES["a100"].runtime_bytes
+    assert plan.main([str(path), "--device", "a100"]) == 0
+    text = capsys.readouterr().out
+    assert ("whole, on rank 0" in text) == (num_ranks_of_drafter == 1)
+    assert ("by a draft actor beside rank 0" in text) == (num_processes == 2)
+
+
+def test_a_lookup_by_an_actor_takes_nothing_of_a_gpu(llama, tmp_path, capsys):
+    path = write_serve_file(tmp_path, model=str(llama), speculative_config={"method": "ngram", "placement": "actor"})
+    for device, num_processes in (("a100", 1), ("cpu", 2)):
+        runtime = plan_json(capsys, path, "--device", device, "--memory", "40")["rank_memory"]["runtime_bytes"]
+        assert runtime == num_processes * DEVICES[device].runtime_bytes
+
+
 V3 = {"model": str(DEEPSEEK_V3), "device": "cuda"}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}
 REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {

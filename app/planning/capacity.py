@@ -1,4 +1,4 @@
-"""A rank's memory: what weights, a step and KV take of it."""
+"""Memory of a rank: what weights, a step and KV take of it. Of ranks that differ, rank 0's, which has least room."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from app.planning.planned_drafter import PlannedDrafter, PlannedTarget
 
 @dataclass(frozen=True)
 class Capacity:
-    """In bytes and tokens, of one rank; every rank holds KV of the same tokens."""
+    """In bytes and tokens, of rank 0; every rank holds KV of the same tokens."""
 
     device_bytes: int
-    runtime_bytes: int
+    runtime_bytes: int  # a draft actor's included
     weight_bytes: int  # drafter included
     activation_bytes: int  # of the largest step
     pool_bytes: int
@@ -48,7 +48,10 @@ def plan_capacity(
         hidden_size=model_config.hidden_size,
         soft_drafts=drafter is not None and drafter.share is not None,
     )
-    available = device.available_bytes(weight_bytes)
+    # A lookup takes nothing of a GPU; beside a rank on the CPU it is one more process.
+    has_two_processes = drafter is not None and drafter.has_actor and (drafter.share is not None or not device.is_gpu)
+    num_processes = 2 if has_two_processes else 1
+    available = device.available_bytes(weight_bytes, num_processes)
     room = available - step.activation_bytes
     bytes_a_block = block_bytes(specs, config.block_size)
     if room < bytes_a_block:
@@ -61,7 +64,7 @@ def plan_capacity(
     num_blocks = plan_num_blocks(asked, available, bytes_a_block, config.block_size, step)
     return Capacity(
         device_bytes=device.memory_bytes,
-        runtime_bytes=device.runtime_bytes,
+        runtime_bytes=num_processes * device.runtime_bytes,
         weight_bytes=weight_bytes,
         activation_bytes=step.activation_bytes,
         pool_bytes=num_blocks * bytes_a_block,

@@ -23,12 +23,12 @@ class Device:
 
     @property
     def runtime_bytes(self) -> int:
-        """Taken by the process itself: context, libraries' workspaces, buffers of collectives, torch."""
+        """Taken by a process itself: context, libraries' workspaces, buffers of collectives, torch."""
         return (3 * GIB) // 2 if self.is_gpu else GIB // 2
 
-    def available_bytes(self, weight_bytes: int) -> int:
+    def available_bytes(self, weight_bytes: int, num_processes: int = 1) -> int:
         """What a KV pool and a step's activations may take, by the engine's own rule."""
-        free = self.memory_bytes - self.runtime_bytes - weight_bytes
+        free = self.memory_bytes - num_processes * self.runtime_bytes - weight_bytes
         return int(free - (1 - CUDA_SHARE) * self.memory_bytes if self.is_gpu else CPU_SHARE * free)
 
 

@@ -28,6 +28,8 @@ class PlannedDrafter:
     share: NetworkShare | None = None
     num_networks: int = 1
     sees_hidden_states: bool = False  # of the target, so that it runs over every row that is kept
+    is_shared: bool = False  # every rank of the target holds a share; else rank 0, or an actor beside it, the whole
+    has_actor: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -62,7 +64,7 @@ class PlannedDrafter:
 
 
 def _lookup(config: Any, target: PlannedTarget) -> PlannedDrafter:
-    return PlannedDrafter("lookup")
+    return PlannedDrafter("lookup", has_actor=config.placement == "actor")
 
 
 def _mtp(config: MTPConfig, target: PlannedTarget) -> PlannedDrafter:
@@ -74,18 +76,21 @@ def _mtp(config: MTPConfig, target: PlannedTarget) -> PlannedDrafter:
             f"use a checkpoint of {', '.join(FAMILIES)} that has some, or another method"
         )
     share = mtp_share(target.shape, target.layout, target.share)
-    return PlannedDrafter("MTP", share, model_config.num_nextn_predict_layers, sees_hidden_states=True)
+    num_modules = model_config.num_nextn_predict_layers
+    return PlannedDrafter("MTP", share, num_modules, sees_hidden_states=True, is_shared=True)
 
 
 def _draft_model(config: DraftModelConfig, target: PlannedTarget) -> PlannedDrafter:
-    """In the target's dtype, and on its ranks."""
+    """In the target's dtype; a share on each of its ranks, or the whole on the first or beside it."""
     served = str(target.shape.config.dtype).removeprefix("torch.")
     shape = read_checkpoint_shape(config.model, served)
+    is_shared = config.shares_drafter(target.layout.num_ranks)
+    num_ranks = target.layout.num_ranks if is_shared else 1
     try:
-        share = target_share(shape, Layout(target.layout.num_ranks, keeps_fp8=target.layout.keeps_fp8))
+        share = target_share(shape, Layout(num_ranks, keeps_fp8=target.layout.keeps_fp8))
     except ValueError as error:
         raise ValueError(f"speculative_config.model is {config.model}: {error}") from None
-    return PlannedDrafter("draft model", share)
+    return PlannedDrafter("draft model", share, is_shared=is_shared, has_actor=config.placement == "actor")
 
 
 DRAFTERS: dict[str, Callable[[Any, PlannedTarget], PlannedDrafter]] = {

@@ -23,6 +23,8 @@ def _header(plan: ServePlan) -> str:
         ranks += ", each with its own experts,"
     rates = f"{device.bandwidth / 1e12:.3g} TB/s, {device.flops / 1e12:.3g} TFLOP/s"
     drafts = f", k = {plan.num_drafts}" if plan.num_drafts else ""
+    if drafter is not None and drafter.has_actor:
+        drafts += ", by a draft actor beside rank 0"
     return f"{model}\n{ranks} of {device.name}: {size(device.memory_bytes)}, {rates}\nmethod {plan.method}{drafts}"
 
 
@@ -110,8 +112,19 @@ def _notes(plan: ServePlan) -> list[str]:
     elif largest * plan.context_len > capacity.pool_tokens:
         fit = capacity.pool_tokens // plan.context_len
         notes.append(f"The pool holds {fit} sequences of {plan.context_len} tokens: with more some wait.")
+    drafter = plan.drafter
+    if drafter is not None and drafter.share is not None and not drafter.is_shared and plan.num_ranks > 1:
+        notes.append(
+            f"The {drafter.name} is whole, on rank 0, whose memory this is; of the other ranks each holds "
+            f"{size(drafter.weight_bytes)} less, and as many tokens."
+        )
+    if drafter is not None and drafter.share is not None and drafter.has_actor:
+        notes.append(
+            "Drafts and the target's pass are counted one after the other; with num_microbatches 2 the draft actor "
+            "drafts for one half of the sequences while the other half is verified."
+        )
     if plan.target.share.keeps_fp8:
-        expanded = plan.target.share.expanded_bytes + (plan.drafter.expanded_bytes if plan.drafter is not None else 0)
+        expanded = plan.target.share.expanded_bytes + (drafter.expanded_bytes if drafter is not None else 0)
         notes.append(
             f"FP8 weights are counted as stored, a byte each and scales; expanded they would take {size(expanded)}."
         )

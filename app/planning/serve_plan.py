@@ -17,7 +17,7 @@ DEFAULT_CONTEXT_LEN = 4096
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What each rank holds, and how fast its steps can be. All ranks are alike."""
+    """What each rank holds, and how fast its steps can be. Ranks are alike, but for a drafter that rank 0 alone has."""
 
     model: str
     device: Device

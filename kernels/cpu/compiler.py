@@ -14,8 +14,8 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 SOURCE_FOLDER = Path(__file__).parent
-SOURCES = ("attention.c", "dot_tile.c", "layers.c", "linear.c", "parallel.c", "value_sum.c")
-HEADERS = ("attention_tile.h", "dot_tile.h", "layers.h", "parallel.h", "simd.h", "value_sum.h")
+SOURCES = ("amx_tile.c", "attention.c", "dot_tile.c", "layers.c", "linear.c", "parallel.c", "value_sum.c")
+HEADERS = ("amx_tile.h", "attention_tile.h", "dot_tile.h", "layers.h", "parallel.h", "simd.h", "value_sum.h")
 # Contraction off: a kernel fuses a product and a sum where its source says so, in all of its instances alike.
 COMMON_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC")
 # The first that the compiler takes; some know the host's CPU under another flag, or not at all.

@@ -6,7 +6,7 @@ A step of a small model is hundreds of calls of a few microseconds, and as much 
 import torch
 
 from kernels import reference
-from kernels.cpu.calls import as_rows, check_memory, loaded_library
+from kernels.cpu.calls import as_rows, check_memory, functions, loaded_library
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import PackedWeight, Weight
 
@@ -49,6 +49,45 @@ def linear_silu_and_mul(
     if not gated:
         library.silu_and_mul(num_threads, num_rows, width, is_float, product.data_ptr(), 2 * width, out.data_ptr())
     return out if x is rows else out.view(*x.shape[:-1], width)
+
+
+def join_norms(
+    x: torch.Tensor,  # [T, H]
+    weight: torch.Tensor,  # [H]
+    second: torch.Tensor,  # [T, H]
+    second_weight: torch.Tensor,  # [H]
+    eps: float,
+    positions: torch.Tensor,  # [T] int64
+    second_leads: bool,
+) -> torch.Tensor:  # [T, 2 * H]
+    num_rows, width = x.shape
+    x, second = as_rows(x), as_rows(second)
+    assert second.shape == x.shape
+    assert weight.shape == second_weight.shape == (width,)
+    assert x.dtype == second.dtype == weight.dtype == second_weight.dtype
+    assert weight.is_contiguous()
+    assert second_weight.is_contiguous()
+    assert positions.dtype == torch.int64
+    assert positions.shape == (num_rows,)
+    assert positions.is_contiguous()
+    out = torch.empty(num_rows, 2 * width, dtype=x.dtype)
+    functions(num_rows).join_norms(
+        torch.get_num_threads(),
+        num_rows,
+        width,
+        x.dtype == torch.float32,
+        second_leads,
+        eps,
+        positions.data_ptr(),
+        x.data_ptr(),
+        x.stride(0),
+        weight.data_ptr(),
+        second.data_ptr(),
+        second.stride(0),
+        second_weight.data_ptr(),
+        out.data_ptr(),
+    )
+    return out
 
 
 def qkv_attention(

@@ -24,6 +24,11 @@ struct RowsCall {
     void *residual;
     const void *weight;
     float eps;
+    const void *second; /* of two that are joined */
+    int64_t second_stride;
+    const void *second_weight;
+    const int64_t *positions;
+    int second_leads;
 };
 
 enum { ROWS_PER_TASK = 8, ELEMENTS_WORTH_A_THREAD = 1 << 14 };
@@ -55,27 +60,40 @@ ALWAYS_INLINE void scale_row(const void *x, int64_t at, void *out, int64_t out_a
     }
 }
 
-ALWAYS_INLINE void norm_row(const RowsCall *call, int64_t row, int has_residual, int is_float) {
+/* out[out_at + i] = x[at + i] / sqrt(mean(x^2) + eps) * weight[i], likewise */
+ALWAYS_INLINE void norm_span(const void *x, int64_t at, void *out, int64_t out_at, const void *weight, int64_t H,
+                             float eps, int is_float) {
+    vf squares = {0};
+    for (int64_t i = 0; i < H; i += VL) {
+        vf value = v_load_any(x, at + i, lanes_left(i, H), is_float);
+        squares = v_fma(value, value, squares);
+    }
+    scale_row(x, at, out, out_at, weight, H, v_sum(squares), eps, is_float);
+}
+
+ALWAYS_INLINE void norm_row(const RowsCall *call, int64_t row, int is_float) {
+    int64_t H = call->width;
+    norm_span(call->x, row * call->x_stride, call->out, row * H, call->weight, H, call->eps, is_float);
+}
+
+ALWAYS_INLINE void add_norm_row(const RowsCall *call, int64_t row, int is_float) {
     int64_t H = call->width, at = row * call->x_stride, out_at = row * H;
     vf squares = {0};
     for (int64_t i = 0; i < H; i += VL) {
         int lanes = lanes_left(i, H);
         vf value = v_load_any(call->x, at + i, lanes, is_float);
-        if (has_residual) {
-            value += v_load_any(call->residual, out_at + i, lanes, is_float);
-            v_store_any(call->residual, out_at + i, value, lanes, is_float);
-            if (!is_float) value = v_load_any(call->residual, out_at + i, lanes, is_float); /* the rounded sum */
-        }
+        value += v_load_any(call->residual, out_at + i, lanes, is_float);
+        v_store_any(call->residual, out_at + i, value, lanes, is_float);
+        if (!is_float) value = v_load_any(call->residual, out_at + i, lanes, is_float); /* the rounded sum */
         squares = v_fma(value, value, squares);
     }
-    const void *x = has_residual ? call->residual : call->x;
-    scale_row(x, has_residual ? out_at : at, call->out, out_at, call->weight, H, v_sum(squares), call->eps, is_float);
+    scale_row(call->residual, out_at, call->out, out_at, call->weight, H, v_sum(squares), call->eps, is_float);
 }
 
-static void norm_row_float(const RowsCall *call, int64_t row) { norm_row(call, row, 0, 1); }
-static void norm_row_bf16(const RowsCall *call, int64_t row) { norm_row(call, row, 0, 0); }
-static void add_norm_row_float(const RowsCall *call, int64_t row) { norm_row(call, row, 1, 1); }
-static void add_norm_row_bf16(const RowsCall *call, int64_t row) { norm_row(call, row, 1, 0); }
+static void norm_row_float(const RowsCall *call, int64_t row) { norm_row(call, row, 1); }
+static void norm_row_bf16(const RowsCall *call, int64_t row) { norm_row(call, row, 0); }
+static void add_norm_row_float(const RowsCall *call, int64_t row) { add_norm_row(call, row, 1); }
+static void add_norm_row_bf16(const RowsCall *call, int64_t row) { add_norm_row(call, row, 0); }
 
 /* residual [T, H] may be NULL; otherwise it is replaced by x + residual. */
 void rms_norm(int64_t num_threads, int64_t T, int64_t H, int is_float, const void *x, int64_t x_stride, void *residual,
@@ -91,6 +109,42 @@ void rms_norm(int64_t num_threads, int64_t T, int64_t H, int is_float, const voi
                      .weight = weight,
                      .out = out,
                      .eps = eps};
+    launch_rows(num_threads, &call);
+}
+
+/* A row of out: the norms of a row of x and of one of the second input, side by side. x counts as zeros at position 0. */
+
+ALWAYS_INLINE void join_norms_row(const RowsCall *call, int64_t row, int is_float) {
+    int64_t H = call->width, out_at = row * 2 * H;
+    int64_t x_at = out_at + (call->second_leads ? H : 0), second_at = out_at + (call->second_leads ? 0 : H);
+    size_t size = is_float ? sizeof(float) : sizeof(bf16);
+    if (call->positions[row] == 0)
+        memset((char *)call->out + x_at * size, 0, H * size);
+    else
+        norm_span(call->x, row * call->x_stride, call->out, x_at, call->weight, H, call->eps, is_float);
+    norm_span(call->second, row * call->second_stride, call->out, second_at, call->second_weight, H, call->eps,
+              is_float);
+}
+
+static void join_norms_row_float(const RowsCall *call, int64_t row) { join_norms_row(call, row, 1); }
+static void join_norms_row_bf16(const RowsCall *call, int64_t row) { join_norms_row(call, row, 0); }
+
+void join_norms(int64_t num_threads, int64_t T, int64_t H, int is_float, int second_leads, float eps,
+                const int64_t *positions, const void *x, int64_t x_stride, const void *weight, const void *second,
+                int64_t second_stride, const void *second_weight, void *out) {
+    RowsCall call = {.kernel = is_float ? join_norms_row_float : join_norms_row_bf16,
+                     .num_rows = T,
+                     .width = H,
+                     .x = x,
+                     .x_stride = x_stride,
+                     .out = out,
+                     .weight = weight,
+                     .eps = eps,
+                     .second = second,
+                     .second_stride = second_stride,
+                     .second_weight = second_weight,
+                     .positions = positions,
+                     .second_leads = second_leads};
     launch_rows(num_threads, &call);
 }
 
@@ -161,21 +215,12 @@ ALWAYS_INLINE void rotate_head(void *head, int64_t at, const float *cosine, cons
     }
 }
 
-ALWAYS_INLINE void norm_head(void *head, int64_t at, const void *weight, int64_t D, float eps, int is_float) {
-    vf squares = {0};
-    for (int64_t i = 0; i < D; i += VL) {
-        vf value = v_load_any(head, at + i, lanes_left(i, D), is_float);
-        squares = v_fma(value, value, squares);
-    }
-    scale_row(head, at, head, at, weight, D, v_sum(squares), eps, is_float);
-}
-
 ALWAYS_INLINE void prepare_heads(const TokensCall *call, int64_t token, void *heads, int64_t at, int64_t num_heads,
                                  const void *norm, int is_float, int interleaved) {
     int64_t half = call->rotary_dim / 2;
     const float *cosine = call->cos_sin + call->positions[token] * call->rotary_dim, *sine = cosine + half;
     for (int64_t h = 0; h < num_heads; h++, at += call->head_dim) {
-        if (norm) norm_head(heads, at, norm, call->head_dim, call->eps, is_float);
+        if (norm) norm_span(heads, at, heads, at, norm, call->head_dim, call->eps, is_float);
         rotate_head(heads, at, cosine, sine, half, is_float, interleaved);
     }
 }

@@ -24,6 +24,19 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (_SIZE, _SIZE, _POINTER, *(_SIZE,) * 4, _INT, _POINTER, _SIZE, _POINTER, _POINTER, _INT),
     ),
     "rms_norm": (None, (_SIZE, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _POINTER, _POINTER, _POINTER, _FLOAT)),
+    "join_norms": (
+        None,
+        (
+            _SIZE,
+            _SIZE,
+            _SIZE,
+            _INT,
+            _INT,
+            _FLOAT,
+            *(_POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE),
+            *(_POINTER,) * 2,
+        ),
+    ),
     "silu_and_mul": (None, (_SIZE, _SIZE, _SIZE, _INT, _POINTER, _SIZE, _POINTER)),
     "rotary_embedding": (
         _INT,

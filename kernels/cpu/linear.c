@@ -11,10 +11,11 @@
  * `grouped_linear` does the same for several weights of one shape, each on rows of its own: experts on their tokens,
  * heads on their part of every token. Weights without rows are not named and cost nothing.
  */
+#include "amx_tile.h"
 #include "dot_tile.h"
 #include "parallel.h"
 
-enum { PANEL_ROWS = 8 * MAX_ROWS };
+enum { MOST_ROWS = MAX_ROWS > AMX_ROWS ? MAX_ROWS : AMX_ROWS, PANEL_TILES = 8 };
 
 typedef struct {
     TaskQueue queue; /* a task: `blocks_per_task` blocks of columns times one panel of rows */
@@ -28,7 +29,10 @@ typedef struct {
     int64_t out_stride;
     int out_is_float, weight_is_float;
     int gated; /* the weight has 2N rows, N a multiple of NB, and there is no bias */
+    int uses_amx;
 } LinearCall;
+
+static int tile_rows(const LinearCall *call) { return call->uses_amx ? AMX_ROWS : MAX_ROWS; }
 
 /* Adds the bias and writes `rows` rows of at most NB outputs. */
 static void write_tile(const LinearCall *call, int rows, const float *tile, int64_t row, int64_t column) {
@@ -57,23 +61,28 @@ static void write_gated_tile(const LinearCall *call, int rows, const float *gate
 }
 
 /* The products of `rows` rows with a block of the weight */
-static void dot_block(const LinearCall *call, int rows, int64_t row, int64_t block, float *tile) {
+static void dot_block(const LinearCall *call, int rows, int64_t row, int64_t block, float *tile, int *rows_set) {
     int64_t element = call->weight_is_float ? sizeof(float) : sizeof(bf16);
     int64_t row_element = call->weight_is_float ? sizeof(float) : sizeof(bf16_row_t);
     int64_t depth = call->weight_is_float ? call->K : (call->K + 1) / 2 * 2;
     const char *x = (const char *)call->x + row * call->row_stride * row_element;
     const char *columns = (const char *)call->weight + block * depth * NB * element;
+    if (call->uses_amx) {
+        amx_dot_tile((const bf16 *)x, (size_t)call->row_stride, rows, (const bf16 *)columns, (int)call->K, tile, NB,
+                     rows_set);
+        return;
+    }
     dot_tile(x, (size_t)call->row_stride, rows, columns, (int)call->K, call->weight_is_float, tile, NB);
 }
 
-static void compute_block(const LinearCall *call, int64_t row, int64_t end, int64_t block) {
-    float tile[MAX_ROWS * NB], up[MAX_ROWS * NB];
-    int64_t tiles = (end - row + MAX_ROWS - 1) / MAX_ROWS;
+static void compute_block(const LinearCall *call, int64_t row, int64_t end, int64_t block, int *rows_set) {
+    float tile[MOST_ROWS * NB], up[MOST_ROWS * NB];
+    int64_t tiles = (end - row + tile_rows(call) - 1) / tile_rows(call);
     for (; tiles > 0; tiles--) { /* tiles of nearly equal size: a last one of few rows would not hide its latency */
         int rows = (int)((end - row + tiles - 1) / tiles);
-        dot_block(call, rows, row, block, tile);
+        dot_block(call, rows, row, block, tile, rows_set);
         if (call->gated) {
-            dot_block(call, rows, row, block + call->N / NB, up);
+            dot_block(call, rows, row, block + call->N / NB, up, rows_set);
             write_gated_tile(call, rows, tile, up, row, block * NB);
         } else {
             write_tile(call, rows, tile, row, block * NB);
@@ -82,22 +91,36 @@ static void compute_block(const LinearCall *call, int64_t row, int64_t end, int6
     }
 }
 
+/* The blocks of one task, from `block` on */
+static void compute_blocks(const LinearCall *call, int64_t row, int64_t end, int64_t block) {
+    int64_t num_blocks = (call->N + NB - 1) / NB;
+    int64_t end_block = block + call->blocks_per_task < num_blocks ? block + call->blocks_per_task : num_blocks;
+    int rows_set;
+    if (call->uses_amx) amx_begin(&rows_set);
+    for (; block < end_block; block++) compute_block(call, row, end, block, &rows_set);
+    if (call->uses_amx) amx_end();
+}
+
 static void compute_tasks(void *context) {
     LinearCall *call = context;
-    int64_t num_blocks = (call->N + NB - 1) / NB;
     for (int64_t task; (task = take_task(&call->queue)) < call->queue.num_tasks;) {
         int64_t block = task / call->num_panels * call->blocks_per_task;
-        int64_t end_block = block + call->blocks_per_task < num_blocks ? block + call->blocks_per_task : num_blocks;
         int64_t row = task % call->num_panels * call->panel_rows;
         int64_t end = row + call->panel_rows < call->M ? row + call->panel_rows : call->M;
-        for (; block < end_block; block++) compute_block(call, row, end, block);
+        compute_blocks(call, row, end, block);
     }
+}
+
+/* Panels of nearly equal size for as many rows as any matrix of the call has */
+static void cut_panels(LinearCall *call, int64_t num_rows) {
+    int64_t most = PANEL_TILES * tile_rows(call);
+    call->num_panels = (num_rows + most - 1) / most;
+    call->panel_rows = (num_rows + call->num_panels - 1) / call->num_panels;
 }
 
 static void run(LinearCall *call, int64_t num_threads) {
     int64_t num_blocks = (call->N + NB - 1) / NB;
-    call->num_panels = (call->M + PANEL_ROWS - 1) / PANEL_ROWS;
-    call->panel_rows = (call->M + call->num_panels - 1) / call->num_panels;
+    cut_panels(call, call->M);
     /* about 16 tasks a thread: few enough to stream, many enough to even out */
     int64_t blocks = num_blocks * call->num_panels / (num_threads * 16);
     call->blocks_per_task = blocks < 1 ? 1 : blocks > 8 ? 8 : blocks;
@@ -156,7 +179,8 @@ int linear_bf16(int64_t num_threads, int64_t M, int64_t N, int64_t K, const bf16
                        .out_stride = N,
                        .out_is_float = out_is_float,
                        .weight_is_float = 0,
-                       .gated = gated};
+                       .gated = gated,
+                       .uses_amx = K % AMX_DEPTH == 0 && has_amx()};
     if (BF16_ROWS_AS_FLOAT || K % 2) {
         bf16_row_t *rows = convert_rows(x, M, K, row_stride);
         if (!rows) return 1;
@@ -196,9 +220,7 @@ static void compute_group_tasks(void *context) {
         part.weight = (const char *)all->weight + group->weight * grouped->matrix_bytes;
         part.out = (char *)all->out + group->first_row * out_bytes;
         part.out_stride = all->N * grouped->row_step;
-        int64_t block = task / all->num_panels % columns * all->blocks_per_task;
-        int64_t end_block = block + all->blocks_per_task < num_blocks ? block + all->blocks_per_task : num_blocks;
-        for (; block < end_block; block++) compute_block(&part, row, end, block);
+        compute_blocks(&part, row, end, task / all->num_panels % columns * all->blocks_per_task);
     }
 }
 
@@ -216,7 +238,8 @@ int grouped_linear(int64_t num_threads, int64_t num_groups, const int64_t *group
                                     .out = out,
                                     .out_stride = N,
                                     .out_is_float = out_is_float,
-                                    .weight_is_float = is_float},
+                                    .weight_is_float = is_float,
+                                    .uses_amx = !is_float && K % AMX_DEPTH == 0 && has_amx()},
                            .groups = (const Group *)groups,
                            .row_step = row_step};
     LinearCall *call = &grouped.call;
@@ -231,8 +254,7 @@ int grouped_linear(int64_t num_threads, int64_t num_groups, const int64_t *group
         if (!call->x) return 1;
         call->row_stride = (K + 1) / 2 * 2;
     }
-    call->num_panels = (largest + PANEL_ROWS - 1) / PANEL_ROWS;
-    call->panel_rows = (largest + call->num_panels - 1) / call->num_panels;
+    cut_panels(call, largest);
     int64_t blocks = num_groups * num_blocks * call->num_panels / (num_threads * 16);
     call->blocks_per_task = blocks < 1 ? 1 : blocks > 8 ? 8 : blocks;
     int64_t columns = (num_blocks + call->blocks_per_task - 1) / call->blocks_per_task;

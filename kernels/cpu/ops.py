@@ -9,7 +9,7 @@ import torch
 from kernels import reference
 from kernels.cpu.attention import latent_attention, paged_attention, store_kv, store_latent
 from kernels.cpu.calls import as_rows, check_memory, functions, loaded_library, token_rows
-from kernels.cpu.fused import linear_silu_and_mul, qkv_attention
+from kernels.cpu.fused import join_norms, linear_silu_and_mul, qkv_attention
 from kernels.cpu.grouped_linear import batched_linear, grouped_linear
 from kernels.cpu.library import load_library
 from kernels.packed_weight import PackedWeight, Weight
@@ -20,6 +20,7 @@ __all__ = [
     "embedding",
     "grouped_linear",
     "is_available",
+    "join_norms",
     "latent_attention",
     "linear",
     "linear_silu_and_mul",

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from kernels import ops
 from kernels.metadata import AttentionMetadata
 from models.causal_lm import CausalLM
 from models.kv_spec import LayerKVSpec
@@ -115,11 +116,16 @@ class DeepseekMTP(nn.Module):
     ) -> torch.Tensor:  # [num_tokens, hidden_size]: what the next draft, or the next module, is given
         module = self._modules_in_order[module_index]
         embedding = self._shared[0] if module.embed_tokens is None else module.embed_tokens
-        embedded = embedding(token_ids)
-        # On the device and by position, so that a captured graph and padding rows do the same.
-        embedded = embedded.masked_fill_(positions.unsqueeze(1) == 0, 0)
-        inputs = (module.enorm(embedded), module.hnorm(hidden_states))
-        joined = torch.cat(inputs if self._family.embedding_first else inputs[::-1], dim=-1)
+        enorm, hnorm = module.enorm, module.hnorm
+        joined = ops.join_norms(
+            embedding(token_ids),
+            enorm.weight,
+            hidden_states,
+            hnorm.weight,
+            enorm.eps,
+            positions,
+            second_leads=not self._family.embedding_first,
+        )
         hidden_states, residual = module.layer(module.eh_proj(joined), None, positions, kv_layer, attention)
         normed, unnormed = module.norm.add(hidden_states, residual)
         return normed if self.recycled_is_normed else unnormed

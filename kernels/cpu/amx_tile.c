@@ -6,7 +6,7 @@
 
 #include "dot_tile.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -3,7 +3,8 @@
  * It takes a block of packed bf16 columns as it is, 32 k at a time: two tiles of 16 pairs by 16 columns. Up to 16 rows
  * then cost what one does. Each output is the same chain whatever the number of rows: within 32 k, even and odd ones are
  * summed apart, then together, then to the sum so far. It is another chain than dot_tile's, so that a weight is
- * multiplied either always here or never: where `has_amx()`, and K is a multiple of AMX_DEPTH.
+ * multiplied either always here or never: where `has_amx()`, and K (of attention scores the size of a head) is a multiple
+ * of AMX_DEPTH.
  *
  * The tile registers' shape is a thread's state, which other libraries on the same thread change, too: it is set at the
  * start of every task (`amx_begin`) and given back at its end (`amx_end`). In between `rows_set` keeps what is set.

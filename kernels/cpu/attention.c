@@ -15,6 +15,7 @@
  */
 #include <math.h>
 
+#include "amx_tile.h"
 #include "attention_tile.h"
 #include "dot_tile.h"
 #include "layers.h"
@@ -31,6 +32,7 @@ typedef struct {
     float *scores; /* [TILE_ROWS, CHUNK], then their exponentials */
     Partial chunk;
     float *totals; /* [heads_per_task][partial_floats] */
+    int rows_set;  /* see amx_tile.h */
 } Scratch;
 
 static int64_t partial_floats(const AttentionCall *call) { return TILE_ROWS * (call->padded_dim + 2); }
@@ -77,12 +79,19 @@ static void pack_keys(const AttentionCall *call, const Item *item, int64_t head,
 static void score_chunk(const AttentionCall *call, const Item *item, int64_t head, Scratch *scratch) {
     int64_t D = call->head_dim;
     int64_t row_bytes = D * (int64_t)(call->is_float ? sizeof(float) : sizeof(bf16_row_t));
+    int64_t most = call->uses_amx ? AMX_ROWS : MAX_ROWS, num_tiles = (item->tile.rows + most - 1) / most;
+    int64_t step = (item->tile.rows + num_tiles - 1) / num_tiles;
     for (int first_key = 0; first_key < item->count; first_key += NB) {
         pack_keys(call, item, head, first_key, scratch->keys);
-        for (int64_t row = 0; row < item->tile.rows; row += MAX_ROWS) {
-            int rows = (int)(item->tile.rows - row < MAX_ROWS ? item->tile.rows - row : MAX_ROWS);
-            dot_tile((const char *)scratch->query + row * row_bytes, (size_t)D, rows, scratch->keys, (int)D,
-                     call->is_float, scratch->scores + row * CHUNK + first_key, CHUNK);
+        for (int64_t row = 0; row < item->tile.rows; row += step) {
+            int rows = (int)(item->tile.rows - row < step ? item->tile.rows - row : step);
+            const char *query = (const char *)scratch->query + row * row_bytes;
+            float *scores = scratch->scores + row * CHUNK + first_key;
+            if (call->uses_amx)
+                amx_dot_tile((const bf16 *)query, (size_t)D, rows, scratch->keys, (int)D, scores, CHUNK,
+                             &scratch->rows_set);
+            else
+                dot_tile(query, (size_t)D, rows, scratch->keys, (int)D, call->is_float, scores, CHUNK);
         }
     }
 }
@@ -232,6 +241,7 @@ static void run_items(void *context) {
         return;
     }
     Item *item = &scratch->items[0], *next = &scratch->items[1];
+    if (call->uses_amx) amx_begin(&scratch->rows_set);
     int more = next_item(call, NULL, item);
     while (more) {
         more = next_item(call, item, next);
@@ -239,6 +249,7 @@ static void run_items(void *context) {
         Item *done = item;
         item = next, next = done;
     }
+    if (call->uses_amx) amx_end();
 }
 
 /* After a split: folds the chunks of every tile in the order in which attend_item would. */
@@ -296,6 +307,7 @@ int paged_attention(int64_t num_threads, int64_t num_tokens, int64_t num_seqs, i
                           .window = window,
                           .scale = scale,
                           .is_float = is_float,
+                          .uses_amx = !is_float && head_dim % AMX_DEPTH == 0 && has_amx(),
                           .query = query,
                           .query_stride = query_stride,
                           .key_cache = key_cache,

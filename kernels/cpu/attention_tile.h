@@ -12,6 +12,7 @@ typedef struct {
     int64_t window; /* positions seen, own included; 0 = all */
     float scale;
     int is_float;
+    int uses_amx; /* for scores */
     const void *query;
     int64_t query_stride; /* elements from token to token */
     const char *key_cache, *value_cache;

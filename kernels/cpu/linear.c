@@ -6,7 +6,7 @@
  * whatever M is: row m of a call equals the call on row m alone, bit for bit.
  *
  * With few rows a call is one pass over the weights at memory speed: a block is a contiguous stream. With many, a
- * block stays in the caches while tiles of MAX_ROWS rows, held in registers, go over it.
+ * block stays in the caches while tiles of rows, their sums held in registers, go over it.
  *
  * `grouped_linear` does the same for several weights of one shape, each on rows of its own: experts on their tokens,
  * heads on their part of every token. Weights without rows are not named and cost nothing.

@@ -487,6 +487,30 @@ class TestCompilation:
         library = Library(build_library(tmp_path, (("-march=no-such-cpu",), ("-O0",))))
         assert library.released is not library.held
 
+    def test_sources_that_fail_for_this_cpu_are_said_to_be_compiled_for_any(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        build_library(tmp_path, (("-march=no-such-cpu",), ("-O0",)))
+        assert not caplog.messages
+        build_library(tmp_path, (("-march=no-such-cpu",), ()))
+        assert "compiled for any CPU of this kind" in caplog.messages[0]
+        assert "no-such-cpu" in caplog.messages[0]
+
+    def test_the_matrix_unit_is_used_unless_it_is_forbidden(self, tmp_path: Path) -> None:
+        program = """
+from kernels.cpu.library import load_library
+print(bool(load_library().held.has_amx()))
+"""
+        macros = subprocess.run(
+            [*(find_compiler() or []), "-march=native", "-dM", "-E", "-"], input="", capture_output=True, text=True
+        ).stdout
+        has_unit = platform.system() == "Linux" and "__AMX_BF16__" in macros
+        for forbidden, expected in ({}, has_unit), ({"FORERUN_NO_AMX": "1"}, False):
+            environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **forbidden}
+            command = [sys.executable, "-c", program]
+            answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+            assert answer.stdout.strip() == str(expected)
+
     def test_two_processes_may_compile_at_once(self, tmp_path: Path) -> None:
         program = """
 import torch

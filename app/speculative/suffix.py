@@ -48,10 +48,7 @@ def continue_sequences(
     width: int,  # drafts wanted, at most
 ) -> Continuations:
     """What followed the longest earlier occurrence of each sequence's ending within the sequence."""
-    ends = np.zeros((len(slots), MAX_OCCURRENCES), dtype=np.int64)  # 0: none
-    for i, (slot, num) in enumerate(zip(slots.tolist(), num_tokens.tolist(), strict=True)):
-        found = occurrences(token_ids[slot, :num])
-        ends[i, : len(found)] = found
+    ends = occurrences(token_ids, slots, num_tokens)
     if not ends.any():
         return Continuations.none(len(slots), width)
     before = ends[:, :, None] - np.arange(1, MAX_MATCH_LENGTH + 1)
@@ -66,23 +63,63 @@ def continue_sequences(
     )
 
 
-def occurrences(text: np.ndarray) -> np.ndarray:
-    """Indices after earlier occurrences of the ending of `text` [n], int64, the most recent first.
+def occurrences(
+    token_ids: np.ndarray,  # [max_num_seqs, max_model_len] int64
+    slots: np.ndarray,  # [num_seqs] int64
+    num_tokens: np.ndarray,  # [num_seqs] int64
+) -> np.ndarray:
+    """Indices after earlier occurrences of each sequence's ending in itself, the most recent first; 0: none.
 
-    They end with its last two tokens; where these are many, with as much more of it as leaves few.
+    int64 [num_seqs, MAX_OCCURRENCES]. They end with its last two tokens; where these are many, with as much more of it
+    as leaves few.
     """
-    if len(text) < MIN_MATCH_LENGTH + 1:
-        return np.zeros(0, dtype=np.int64)
-    ends = np.flatnonzero((text[1:-1] == text[-1]) & (text[:-2] == text[-2])) + 2
-    for length in range(MIN_MATCH_LENGTH + 1, MAX_MATCH_LENGTH + 1):
-        if len(ends) <= MAX_OCCURRENCES:
-            break
-        longer = ends[ends >= length]
-        longer = longer[text[longer - length] == text[-length]]
-        if not len(longer):
-            break
-        ends = longer
-    return ends[: -MAX_OCCURRENCES - 1 : -1]
+    ends = np.zeros((len(slots), MAX_OCCURRENCES), dtype=np.int64)
+    magnitudes = np.frexp(num_tokens)[1]  # so that a short text is not searched as if it were as long as the longest
+    for magnitude in np.unique(magnitudes[num_tokens > MIN_MATCH_LENGTH]):
+        alike = np.flatnonzero(magnitudes == magnitude)
+        ends[alike] = _occurrences_alike(token_ids, slots[alike], num_tokens[alike])
+    return ends
+
+
+def _occurrences_alike(token_ids: np.ndarray, slots: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
+    """The same of sequences of nearly one length, MIN_MATCH_LENGTH + 1 at least."""
+    num_seqs, longest = len(slots), int(num_tokens.max())
+    texts = token_ids[slots, :longest]
+    rows = np.arange(num_seqs)
+    is_last, is_before_last = (texts == texts[rows, num_tokens - i][:, None] for i in (1, 2))
+    is_end = is_before_last[:, :-2] & is_last[:, 1:-1]
+    is_end &= np.arange(2, longest) < num_tokens[:, None]
+    owners, ends = np.nonzero(is_end)
+    ends += 2
+    crowded = np.bincount(owners, minlength=num_seqs) > MAX_OCCURRENCES
+    if crowded.any():
+        narrowed = crowded[owners]
+        stays = ~narrowed
+        stays[narrowed] = _longest_few(texts, num_tokens, owners[narrowed], ends[narrowed])
+        owners, ends = owners[stays], ends[stays]
+    ranks = np.searchsorted(owners, owners, side="right") - 1 - np.arange(len(owners))  # 0: the most recent
+    is_recent = ranks < MAX_OCCURRENCES
+    found = np.zeros((num_seqs, MAX_OCCURRENCES), dtype=np.int64)
+    found[owners[is_recent], ranks[is_recent]] = ends[is_recent]
+    return found
+
+
+def _longest_few(texts: np.ndarray, num_tokens: np.ndarray, owners: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Of many occurrences of a sequence's last two tokens those that share most with it; bool [num_ends].
+
+    As many tokens count as leave no more than MAX_OCCURRENCES, or one less where that leaves none.
+    """
+    distances = np.arange(MIN_MATCH_LENGTH + 1, MAX_MATCH_LENGTH + 1)
+    index = ends[:, None] - distances
+    ending = texts[np.arange(len(texts))[:, None], np.maximum(num_tokens[:, None] - distances, 0)]
+    same = (texts[owners[:, None], np.maximum(index, 0)] == ending[owners]) & (index >= 0)
+    lengths = MIN_MATCH_LENGTH + np.logical_and.accumulate(same, axis=1).sum(axis=1)
+    num_lengths = MAX_MATCH_LENGTH + 2
+    histogram = np.bincount(owners * num_lengths + lengths, minlength=len(texts) * num_lengths)
+    num_as_long = histogram.reshape(-1, num_lengths)[:, ::-1].cumsum(axis=1)[:, ::-1]
+    least = (num_as_long <= MAX_OCCURRENCES).argmax(axis=1)
+    least -= num_as_long[np.arange(len(texts)), least] == 0
+    return lengths >= least[owners]
 
 
 def continue_matches(
@@ -98,6 +135,11 @@ def continue_matches(
     lengths = np.logical_and.accumulate(before == suffixes[:, None], axis=2).sum(axis=2)
     longest = lengths.max(axis=1, initial=0)
     votes = (lengths == longest[:, None]) & (longest >= min_length)[:, None]
+    most_votes = int(votes.sum(axis=1).max(initial=1))
+    if most_votes < votes.shape[1]:  # those without a vote go: what follows sets each beside all others
+        order = np.argsort(~votes, axis=1, kind="stable")[:, :most_votes]
+        votes = np.take_along_axis(votes, order, axis=1)
+        after = np.take_along_axis(after, order[:, :, None], axis=1)
     is_token = (after != NO_TOKEN) & votes[:, :, None]
     said, others_said = np.where(is_token, after, NO_TOKEN), np.where(is_token, after, NO_ENDING)
     same = said[:, :, None] == others_said[:, None]

@@ -90,6 +90,10 @@ def _compile(compiler: list[str], target_flags: tuple[tuple[str, ...], ...], scr
             text=True,
         )
         if linking.returncode == 0:
+            if not flags and errors:
+                logger.warning(
+                    "The CPU kernels are compiled for any CPU of this kind, not for this one: %s", errors[-500:]
+                )
             return library
         errors = linking.stderr
     raise CompilationError(f"{shlex.join(compiler)} failed on the CPU kernels:\n{errors[-2000:]}")

@@ -17,6 +17,7 @@ _LINEAR = (_SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _POI
 # Argument types by function, in the order of its definition in C; a function returns an int if it can fail.
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "set_thread_runtime": (None, (_POINTER,)),
+    "has_amx": (_INT, ()),
     "linear_float": (_INT, _LINEAR),
     "linear_bf16": (_INT, _LINEAR),
     "grouped_linear": (
@@ -78,10 +79,13 @@ class Library:
 def load_library() -> Library | None:
     """The kernels for this machine, compiled if need be; None, said once in the log, where they cannot be."""
     try:
-        return Library(build_library(cache_folder()))
+        library = Library(build_library(cache_folder()))
     except (CompilationError, OSError) as error:
         logger.warning("The CPU is served by torch's operators, which are slower than the compiled kernels: %s", error)
         return None
+    if library.held.has_amx():
+        logger.info("The CPU's matrix unit (AMX) multiplies bf16 weights; FORERUN_NO_AMX=1 forbids it")
+    return library
 
 
 def _declare(library: ctypes.CDLL) -> ctypes.CDLL:

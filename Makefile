@@ -43,7 +43,7 @@ serve: model
 	@$(RUN) -m app.serve.launch $(CONFIG)
 
 test: $(MODEL_INSTALLED) lint
-	$(RUN) -m pytest
+	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 lint: venv
 	$(VENV)/bin/ruff check .

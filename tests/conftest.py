@@ -12,6 +12,15 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For several workers: what starts a cluster comes first and one after the other, a file's other tests together."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("cluster",))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Tiny models only lose by more, most of all on a busy machine; tests of the split ask for their own."""

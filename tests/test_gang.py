@@ -20,7 +20,7 @@ from app.llm_engine import LLMEngine
 from app.main import build
 from tests.helpers.gang_cluster import INGRESS, RANK, REPLICA, GangCluster, is_alive, stream, timed, wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("cluster")]
 
 PROMPT = [5, 6, 7, 8]
 LONG = 400  # tokens: a stream that is still running when something happens

@@ -105,7 +105,7 @@ def target_share(shape: CheckpointShape, layout: Layout) -> NetworkShare:
     """Raises ValueError where the ranks cannot share the network evenly."""
     config = shape.config
     _check_experts(config, layout)
-    with _rank_of(layout.num_ranks):
+    with _rank_of(layout):
         model = CausalLM(config, ARCHITECTURES[config.architecture].decoder_layer, 1, META)
         parts, num_parameters = _count(model, shape, layout)
         head = parts["embedding" if config.tie_word_embeddings else "lm_head"]
@@ -115,7 +115,7 @@ def target_share(shape: CheckpointShape, layout: Layout) -> NetworkShare:
 def mtp_share(shape: CheckpointShape, layout: Layout, target: NetworkShare) -> NetworkShare:
     """One module of multi-token prediction, which reads the target's embedding and head."""
     config = shape.config
-    with _rank_of(layout.num_ranks):
+    with _rank_of(layout):
         rotary = RotaryEmbedding(config.head_dim, 1, config.rope, META)
         module = MTPModule(config, config.num_hidden_layers, rotary, own_embedding=False, own_head=False)
         parts, num_parameters = _count(module, shape, layout)
@@ -161,7 +161,8 @@ def _count(network: nn.Module, shape: CheckpointShape, layout: Layout) -> tuple[
             num_blocks = math.prod(-(-n // b) for n, b in zip(parameter.shape[-2:], block_size, strict=True))
             num_bytes = parameter.numel() + SCALE_BYTES * num_blocks * math.prod(parameter.shape[:-2])
         parts[part] = parts.get(part, NOTHING) + WeightPart(num_bytes, parameter.numel(), parameter.nbytes)
-        num_parameters += sum(math.prod(shard.stored_shape) for shard in parameter.shards)
+        num_ranks = layout.num_ranks if layout.expert_parallel and part == ROUTED else 1  # that have others
+        num_parameters += num_ranks * sum(math.prod(shard.stored_shape) for shard in parameter.shards)
     return parts, num_parameters
 
 
@@ -178,14 +179,12 @@ def _check_experts(config: ModelConfig, layout: Layout) -> None:
 
 
 @contextmanager
-def _rank_of(num_ranks: int) -> Iterator[None]:
-    """Within it networks are built as the last of so many ranks builds them.
+def _rank_of(layout: Layout) -> Iterator[None]:
+    """Within it networks are built as the last of the ranks builds them.
 
     All hold as much, but where a share does not begin with a block of FP8 scales and is expanded: then the last does.
     """
     assert parallel.tp_size() == 1
-    parallel.set_tensor_parallel_group(parallel.TensorParallelGroup(num_ranks - 1, num_ranks))
-    try:
+    last = parallel.TensorParallelGroup(layout.num_ranks - 1, layout.num_ranks, expert_parallel=layout.expert_parallel)
+    with parallel.tensor_parallel_group(last):
         yield
-    finally:
-        parallel.set_tensor_parallel_group(parallel.TensorParallelGroup())

@@ -10,6 +10,7 @@ from datetime import timedelta
 import ray
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from app.config import AppConfig
 from app.drafter_loader import DrafterDescription
@@ -24,6 +25,7 @@ from models.parallel import TensorParallelGroup, set_tensor_parallel_group
 
 LIFETIME_GROUP, CONTROL_GROUP, STEP_GROUP = "lifetime", "control", "steps"
 CONCURRENCY_GROUPS = {LIFETIME_GROUP: 1, CONTROL_GROUP: 1, STEP_GROUP: 2}  # a step, and the next one's plan
+LOADING_LIMIT = timedelta(days=1)  # ranks that have loaded wait for those that read from a slower disk, or download
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # one that is set stays as it is
 
 
@@ -117,6 +119,9 @@ class RankActor:
         group = TensorParallelGroup(self._rank, self._size, world, control, self._config.expert_parallel)
         set_tensor_parallel_group(group)
         self._prove(group)
+        # From here on who hangs is found by the engine's watchdog, and who dies by its closed connections.
+        for process_group in {world, control}:
+            _set_pg_timeout(LOADING_LIMIT, process_group)
 
     def _prove(self, group: TensorParallelGroup) -> None:
         expected = self._size * (self._size + 1) // 2

@@ -133,18 +133,26 @@ ALWAYS_INLINE vf v_load_bf16(const bf16 *p) {
 }
 
 ALWAYS_INLINE void v_store_bf16(bf16 *p, vf x) {
+#if defined(__AVX512BF16__)
+    __m256bh h = _mm512_cvtneps_pbh((__m512)x); /* what is below the normal numbers becomes 0 */
+#else
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     vu nan = (bits >> 16) | 0x40;
     vu is_nan = (vu)(vi)(x != x);
     vh h = v_narrow((is_nan & nan) | (~is_nan & rounded));
+#endif
     memcpy(p, &h, sizeof h);
 }
 
 ALWAYS_INLINE vf v_round_bf16(vf x) {
+#if defined(__AVX512BF16__)
+    return (vf)(v_widen((vh)_mm512_cvtneps_pbh((__m512)x)) << 16);
+#else
     bf16 lanes[VL];
     v_store_bf16(lanes, x);
     return v_load_bf16(lanes);
+#endif
 }
 
 /* The first n < VL lanes; the others read as 0 and are not written. */
@@ -229,7 +237,13 @@ ALWAYS_INLINE void v_transpose(vi *rows) {
 ALWAYS_INLINE vf v_exp(vf x) {
     const vf low = v_set1(-87.33654f), high = v_set1(88.72283f);
     const vf shifter = v_set1(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer kept in the low bits */
+#if VL == 16
+    /* In this order of operands a NaN outlasts the minimum; the mask lets it through. */
+    __mmask16 in_range = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
+    x = (vf)_mm512_min_ps(_mm512_set1_ps(89.0f), (__m512)x);
+#else
     vi below = (vi)(x < low), above = (vi)(x > high);
+#endif
     vf t = v_fma(x, v_set1(1.44269504088896341f), shifter);
     vf n = t - shifter;
     vf r = v_fma(n, v_set1(-0.693145751953125f), x);
@@ -242,11 +256,27 @@ ALWAYS_INLINE vf v_exp(vf x) {
     e = v_fma(e, r, v_set1(0.5f));
     e = v_fma(e, r, v_set1(1.0f));
     e = v_fma(e, r, v_set1(1.0f));
+#if VL == 16
+    (void)high;
+    return (vf)_mm512_maskz_scalef_ps(in_range, (__m512)e, (__m512)n);
+#else
     /* n = 128 would overflow the exponent field: scale by 2^(n-1) and double */
     vi power = (((vi)t - v_set1i(0x4b400000)) + v_set1i(126)) << 23;
     vf y = e * (vf)power * 2.0f;
     y = v_select(below, v_set1(0.0f), y);
     return v_select(above, v_set1(__builtin_inff()), y);
+#endif
 }
 
-ALWAYS_INLINE vf v_silu(vf x) { return x / (v_set1(1.0f) + v_exp(-x)); }
+/* x / (1 + e^-x) */
+ALWAYS_INLINE vf v_silu(vf x) {
+#if VL == 16
+    /* A reciprocal to 14 bits and one step of Newton's. Past 87 the quotient is 0 to any type's precision, and the step
+     * would have an infinity times 0. */
+    vf d = v_set1(1.0f) + v_exp((vf)_mm512_min_ps(_mm512_set1_ps(87.0f), (__m512)-x));
+    vf reciprocal = (vf)_mm512_rcp14_ps((__m512)d);
+    return x * (reciprocal * (v_set1(2.0f) - d * reciprocal));
+#else
+    return x / (v_set1(1.0f) + v_exp(-x));
+#endif
+}

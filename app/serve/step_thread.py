@@ -41,3 +41,4 @@ class StepThread:
                 future.set_result(self._step(plan))
             except BaseException as error:  # whatever it is, it belongs to the one who waits for this step
                 future.set_exception(error)
+            del plan, future  # until the next one comes nothing of this one is kept

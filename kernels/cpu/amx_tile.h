@@ -14,12 +14,18 @@
 
 enum { AMX_ROWS = 32, AMX_DEPTH = 32 };
 
-/* Whether this CPU has the unit, the sources were compiled for it, and the system grants it to the process: asked once.
- * FORERUN_NO_AMX in the environment says no. */
+/* Whether the sources were compiled for the unit, the system grants it to the process, and it multiplies as it should:
+ * asked once. FORERUN_NO_AMX=1 in the environment says no. */
 int has_amx(void);
 
 void amx_begin(int *rows_set);
 void amx_end(void);
+
+/* out[m][d] += sum over AMX_DEPTH positions of (high + low)[m][position] * values[position][d], for 1 <= rows <=
+ * AMX_ADDED_ROWS and D dimensions, a multiple of NB. Values are packed by pairs of positions: [AMX_DEPTH / 2][D][2]. */
+enum { AMX_ADDED_ROWS = 16 };
+void amx_add_values(const bf16 *high, const bf16 *low, size_t stride, int rows, const bf16 *values, int D, float *out,
+                    size_t out_stride, int *rows_set);
 
 /* out[m][column] = sum over k < K of x[m][k] * columns[k][column], for 1 <= rows <= AMX_ROWS and NB columns. */
 void amx_dot_tile(const bf16 *x, size_t stride, int rows, const bf16 *columns, int K, float *out, size_t out_stride,

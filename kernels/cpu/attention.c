@@ -29,7 +29,9 @@ typedef struct {
     Item items[2]; /* the one being computed and the one after it, which is being prefetched */
     void *query;   /* [TILE_ROWS, head_dim] float or bf16_row_t, of one head */
     void *keys;    /* a packed block of NB keys */
-    float *scores; /* [TILE_ROWS, CHUNK], then their exponentials */
+    float *scores; /* [TILE_ROWS, CHUNK], then their exponentials: the weights of values */
+    /* For the matrix unit: the weights as sums of two bf16, [TILE_ROWS, CHUNK] each, and values of AMX_DEPTH positions */
+    bf16 *high, *low, *values;
     Partial chunk;
     float *totals; /* [heads_per_task][partial_floats] */
     int rows_set;  /* see amx_tile.h */
@@ -118,12 +120,59 @@ static void exponentiate_row(const AttentionCall *call, const Item *item, Scratc
         vf weight = v_exp(v_load(scores + j) - max);
         v_store(scores + j, weight);
         sum += weight;
+        if (call->uses_amx) {
+            v_store_bf16(scratch->high + row * CHUNK + j, weight);
+            v_store_bf16(scratch->low + row * CHUNK + j, weight - v_round_bf16(weight));
+        }
     }
     scratch->chunk.sum[row] = v_sum(sum);
 }
 
-/* SUM_ROWS rows share each value as far as all of them attend to it; what lies before and after is summed row by row.
- * `next` may be NULL. */
+/* Adds the values of positions low[r] .. high[r] - 1 to each row r. SUM_ROWS rows share each value as far as all of them
+ * attend to it; what lies before and after is summed row by row. */
+static void sum_positions(ValueSum *sum, int64_t num_rows, const int *lows, const int *highs) {
+    for (int64_t row = 0; row < num_rows; row += SUM_ROWS) {
+        int64_t end = row + SUM_ROWS < num_rows ? row + SUM_ROWS : num_rows;
+        int low = 0, high = CHUNK;
+        for (int64_t r = row; r < end; r++) {
+            if (lows[r] > low) low = lows[r];
+            if (highs[r] < high) high = highs[r];
+        }
+        if (low > high) low = high = 0;
+        for (int64_t r = row; r < end; r++) sum_block(sum, 1, r, lows[r], highs[r] < low ? highs[r] : low);
+        sum_block(sum, end - row, row, low, high);
+        if (high > sum->next_begin) sum->next_begin = high; /* the rows that follow read the same positions */
+        for (int64_t r = row; r < end; r++) sum_block(sum, 1, r, lows[r] > high ? lows[r] : high, highs[r]);
+    }
+}
+
+/* Adds in the matrix unit the values of whole blocks of AMX_DEPTH positions, counted from the chunk's start, to the rows
+ * that attend to all of a block: [from[r], to[r]) of each row r, at the row's end where it has none. Which blocks those
+ * are is the row's own affair; and since windows move on with the rows, the rows of a block are neighbours. */
+static void sum_whole_blocks(const AttentionCall *call, const Item *item, Scratch *scratch, ValueSum *sum, int *from,
+                             int *to) {
+    for (int64_t r = 0; r < item->tile.rows; r++) {
+        from[r] = (item->low[r] + AMX_DEPTH - 1) / AMX_DEPTH * AMX_DEPTH;
+        to[r] = item->high[r] / AMX_DEPTH * AMX_DEPTH;
+        if (from[r] >= to[r]) from[r] = to[r] = item->high[r];
+    }
+    for (int block = 0; block + AMX_DEPTH <= item->count; block += AMX_DEPTH) {
+        int64_t row = 0, end = item->tile.rows;
+        while (row < end && (from[row] > block || to[row] < block + AMX_DEPTH)) row++;
+        while (end > row && (from[end - 1] > block || to[end - 1] < block + AMX_DEPTH)) end--;
+        if (row == end) continue;
+        pack_values(sum, block, AMX_DEPTH, scratch->values);
+        if (block + AMX_DEPTH > sum->next_begin) sum->next_begin = block + AMX_DEPTH;
+        for (; row < end; row += AMX_ADDED_ROWS) {
+            int rows = (int)(end - row < AMX_ADDED_ROWS ? end - row : AMX_ADDED_ROWS);
+            int64_t at = row * CHUNK + block;
+            amx_add_values(scratch->high + at, scratch->low + at, CHUNK, rows, scratch->values, (int)call->head_dim,
+                           sum->out + row * call->padded_dim, (size_t)call->padded_dim, &scratch->rows_set);
+        }
+    }
+}
+
+/* The chunk's values under their weights; `next` may be NULL. */
 static void sum_values(const AttentionCall *call, const Item *item, const Item *next, int64_t head, Scratch *scratch) {
     int64_t head_offset = head * call->head_dim * element_size(call);
     ValueSum sum = {.cache = call->value_cache + head_offset,
@@ -140,20 +189,13 @@ static void sum_values(const AttentionCall *call, const Item *item, const Item *
         sum.next_step = (next->count + item->count - 1) / item->count;
     }
     memset(sum.out, 0, (size_t)(item->tile.rows * call->padded_dim) * sizeof(float));
-    for (int64_t row = 0; row < item->tile.rows; row += SUM_ROWS) {
-        int64_t end = row + SUM_ROWS < item->tile.rows ? row + SUM_ROWS : item->tile.rows;
-        int low = 0, high = CHUNK;
-        for (int64_t r = row; r < end; r++) {
-            if (item->low[r] > low) low = item->low[r];
-            if (item->high[r] < high) high = item->high[r];
-        }
-        if (low > high) low = high = 0;
-        for (int64_t r = row; r < end; r++)
-            sum_block(&sum, 1, r, item->low[r], item->high[r] < low ? item->high[r] : low);
-        sum_block(&sum, end - row, row, low, high);
-        if (high > sum.next_begin) sum.next_begin = high; /* the rows that follow read the same positions */
-        for (int64_t r = row; r < end; r++)
-            sum_block(&sum, 1, r, item->low[r] > high ? item->low[r] : high, item->high[r]);
+    if (call->uses_amx) {
+        int from[TILE_ROWS], to[TILE_ROWS];
+        sum_whole_blocks(call, item, scratch, &sum, from, to);
+        sum_positions(&sum, item->tile.rows, item->low, from);
+        sum_positions(&sum, item->tile.rows, to, item->high);
+    } else {
+        sum_positions(&sum, item->tile.rows, item->low, item->high);
     }
 }
 
@@ -218,6 +260,7 @@ static void attend_item(const AttentionCall *call, const Item *item, const Item 
 static size_t scratch_bytes(const AttentionCall *call) {
     int64_t floats =
         (TILE_ROWS + NB) * call->padded_dim + TILE_ROWS * CHUNK + (1 + call->heads_per_task) * partial_floats(call);
+    if (call->uses_amx) floats += TILE_ROWS * CHUNK + AMX_DEPTH * call->head_dim / 2;
     return (sizeof(Scratch) + (size_t)floats * sizeof(float) + 127) / 64 * 64;
 }
 
@@ -229,7 +272,11 @@ static Scratch *new_scratch(const AttentionCall *call) {
     scratch->keys = memory, memory += NB * call->padded_dim;
     scratch->scores = memory, memory += TILE_ROWS * CHUNK;
     scratch->chunk = partial_at(memory), memory += partial_floats(call);
-    scratch->totals = memory;
+    scratch->totals = memory, memory += call->heads_per_task * partial_floats(call);
+    if (call->uses_amx) {
+        scratch->high = (bf16 *)memory, scratch->low = scratch->high + TILE_ROWS * CHUNK;
+        scratch->values = scratch->low + TILE_ROWS * CHUNK;
+    }
     return scratch;
 }
 

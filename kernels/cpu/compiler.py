@@ -18,8 +18,9 @@ SOURCES = ("amx_tile.c", "attention.c", "dot_tile.c", "layers.c", "linear.c", "p
 HEADERS = ("amx_tile.h", "attention_tile.h", "dot_tile.h", "layers.h", "parallel.h", "simd.h", "value_sum.h")
 # Contraction off: a kernel fuses a product and a sum where its source says so, in all of its instances alike.
 COMMON_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC")
-# The first that the compiler takes; some know the host's CPU under another flag, or not at all.
-TARGET_FLAGS = (("-march=native",), ("-mcpu=native",), ())
+# The first that compiler and assembler take; some know the host's CPU under another flag, or not the whole of it.
+WITHOUT_AMX = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+TARGET_FLAGS = (("-march=native",), ("-march=native", *WITHOUT_AMX), ("-mcpu=native",), ())
 
 
 class CompilationError(RuntimeError):
@@ -90,10 +91,10 @@ def _compile(compiler: list[str], target_flags: tuple[tuple[str, ...], ...], scr
             text=True,
         )
         if linking.returncode == 0:
-            if not flags and errors:
-                logger.warning(
-                    "The CPU kernels are compiled for any CPU of this kind, not for this one: %s", errors[-500:]
-                )
+            if errors:
+                level = logging.INFO if flags else logging.WARNING  # for any CPU of this kind, not for this one
+                used = shlex.join(flags) or "no flags for this CPU"
+                logger.log(level, "The CPU kernels are compiled with %s, since others failed: %s", used, errors[-500:])
             return library
         errors = linking.stderr
     raise CompilationError(f"{shlex.join(compiler)} failed on the CPU kernels:\n{errors[-2000:]}")

@@ -271,11 +271,13 @@ ALWAYS_INLINE vf v_exp(vf x) {
 /* x / (1 + e^-x) */
 ALWAYS_INLINE vf v_silu(vf x) {
 #if VL == 16
-    /* A reciprocal to 14 bits and one step of Newton's. Past 87 the quotient is 0 to any type's precision, and the step
-     * would have an infinity times 0. */
+    /* A reciprocal to 14 bits and one step of Newton's, which would have infinity times 0 where e^-x is infinite: there
+     * the quotient is 0, but for -infinity, which is NaN. */
+    __mmask16 is_small = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
     vf d = v_set1(1.0f) + v_exp((vf)_mm512_min_ps(_mm512_set1_ps(87.0f), (__m512)-x));
     vf reciprocal = (vf)_mm512_rcp14_ps((__m512)d);
-    return x * (reciprocal * (v_set1(2.0f) - d * reciprocal));
+    vf quotient = x * (reciprocal * (v_set1(2.0f) - d * reciprocal));
+    return (vf)_mm512_mask_mul_ps((__m512)quotient, is_small, (__m512)x, _mm512_setzero_ps());
 #else
     return x / (v_set1(1.0f) + v_exp(-x));
 #endif

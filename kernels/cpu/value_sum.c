@@ -13,6 +13,25 @@ ALWAYS_INLINE void prefetch_positions(const ValueSum *sum, int j) {
     }
 }
 
+void pack_values(const ValueSum *sum, int first, int num, bf16 *packed) {
+    int64_t D = sum->head_dim;
+    for (int j = first; j < first + num; j += 2, packed += 2 * D) {
+        const bf16 *even = (const bf16 *)(sum->cache + sum->offsets[j]);
+        const bf16 *odd = (const bf16 *)(sum->cache + sum->offsets[j + 1]);
+        if (j >= sum->next_begin) {
+            prefetch_positions(sum, j);
+            prefetch_positions(sum, j + 1);
+        }
+        for (int64_t d = 0; d < D; d += VL) {
+            vh lower, upper;
+            memcpy(&lower, even + d, sizeof lower);
+            memcpy(&upper, odd + d, sizeof upper);
+            vu pair = v_widen(lower) | (v_widen(upper) << 16);
+            memcpy(packed + 2 * d, &pair, sizeof pair);
+        }
+    }
+}
+
 /* out[row + m] += sum over low <= j < high of weight[row + m][j] * value[j], for `vectors` vectors from dimension d */
 ALWAYS_INLINE void sum_vectors(const ValueSum *sum, int is_float, int rows, int vectors, int64_t row, int64_t d,
                                int low, int high) {

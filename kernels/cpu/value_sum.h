@@ -35,6 +35,10 @@ typedef struct {
     int next_begin, next_step, next_count;
 } ValueSum;
 
+/* The values of positions first .. first + num - 1, num even, as amx_add_values reads them; bf16, head_dim a multiple of
+ * 32. The rows wanted next are prefetched by the way. */
+void pack_values(const ValueSum *sum, int first, int num, bf16 *packed);
+
 /* out[row + m] += sum over low <= j < high of weights[row + m][j] * value j, for m < rows <= SUM_ROWS, in the order of
  * j: one chain of additions for each element of out, whatever `rows` is. */
 void sum_block(const ValueSum *sum, int64_t rows, int64_t row, int low, int high);

@@ -12,6 +12,7 @@ import numpy as np
 MAX_MATCH_LENGTH = 24  # tokens compared behind an occurrence; longer matches tell no more
 MAX_OCCURRENCES = 8  # most recent ones of the longest match that vote on a continuation
 MIN_MATCH_LENGTH = 2
+COMPARED_AT_ONCE = 2048  # occurrences: a text that repeats one token has as many as it has tokens
 NO_TOKEN = -1  # where a text has none
 NO_ENDING = -2  # where a sequence has none: equals nothing in a text
 
@@ -110,10 +111,13 @@ def _longest_few(texts: np.ndarray, num_tokens: np.ndarray, owners: np.ndarray, 
     As many tokens count as leave no more than MAX_OCCURRENCES, or one less where that leaves none.
     """
     distances = np.arange(MIN_MATCH_LENGTH + 1, MAX_MATCH_LENGTH + 1)
-    index = ends[:, None] - distances
     ending = texts[np.arange(len(texts))[:, None], np.maximum(num_tokens[:, None] - distances, 0)]
-    same = (texts[owners[:, None], np.maximum(index, 0)] == ending[owners]) & (index >= 0)
-    lengths = MIN_MATCH_LENGTH + np.logical_and.accumulate(same, axis=1).sum(axis=1)
+    lengths = np.empty_like(ends)
+    for start in range(0, len(ends), COMPARED_AT_ONCE):
+        some = slice(start, start + COMPARED_AT_ONCE)
+        index = ends[some, None] - distances
+        same = (texts[owners[some, None], np.maximum(index, 0)] == ending[owners[some]]) & (index >= 0)
+        lengths[some] = MIN_MATCH_LENGTH + np.logical_and.accumulate(same, axis=1).sum(axis=1)
     num_lengths = MAX_MATCH_LENGTH + 2
     histogram = np.bincount(owners * num_lengths + lengths, minlength=len(texts) * num_lengths)
     num_as_long = histogram.reshape(-1, num_lengths)[:, ::-1].cumsum(axis=1)[:, ::-1]

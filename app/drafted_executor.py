@@ -42,6 +42,7 @@ class DraftedExecutor:
 
     The one that calls the drafter, so that the drafter hears of plans and results in their order. When drafts fail, or
     come too late, it is started anew; steps go on without until it is there, and it begins with what is known then.
+    What such steps take and bring says nothing of drafts: the controller neither plans any for them nor learns of any.
     """
 
     max_in_flight = 2
@@ -63,7 +64,7 @@ class DraftedExecutor:
         self._results: list[StepResult] = []  # that the drafter has not heard of
         self._is_up = False
         self._life = 0  # the drafter's; a fault of an earlier one has been dealt with
-        self._num_refused_drafts = 0  # by the controller
+        self._num_refused_drafts = dict.fromkeys(("controller", "fault"), 0)
 
     @property
     def num_microbatches(self) -> int:
@@ -76,12 +77,12 @@ class DraftedExecutor:
             self._results.clear()
             self._is_up = True
         self._mirror.apply(plan)
+        if not self._is_up:
+            plan = self._limited("fault", plan, plan.with_draft_lengths([0] * len(plan.scheduled)))
         choice = Choice()
         if self._controller is not None:
-            num_asked = plan.num_draft_tokens
-            plan = self._controller.plan(self._mirror.state, plan)
+            plan = self._limited("controller", plan, self._controller.plan(self._mirror.state, plan))
             choice = self._controller.choice
-            self._num_refused_drafts += num_asked - plan.num_draft_tokens
         if self._is_up:
             plan = replace(plan, drafts=self._drafter.draft(plan, self._results))
             self._results = []
@@ -91,7 +92,8 @@ class DraftedExecutor:
     def stats(self) -> dict[str, float]:
         stats = dict(self._executor.stats())
         stats["num_drafter_restarts"] = self._life
-        stats["num_refused_controller"] += self._num_refused_drafts
+        for reason, num in self._num_refused_drafts.items():
+            stats[f"num_refused_{reason}"] += num
         if self._controller is not None:
             stats |= self._controller.stats()
         return stats
@@ -104,11 +106,19 @@ class DraftedExecutor:
         self._drafter.shutdown()
         self._executor.shutdown()
 
+    def _limited(self, reason: str, before: StepPlan, after: StepPlan) -> StepPlan:
+        """The plan `after`, with the drafts that it leaves out counted."""
+        self._num_refused_drafts[reason] += before.num_draft_tokens - after.num_draft_tokens
+        return after
+
     def _take(self, pending_step: PendingStep, choice: Choice, life: int) -> StepResult:
         result = pending_step()
         outline, verdict = self._mirror.commit(result)
         if self._controller is not None:
-            self._controller.observe(outline, verdict, result.timings, choice)
+            timings = result.timings
+            if result.drafter_fault is not None:
+                choice, timings = Choice(), replace(timings, propose_s=0.0)
+            self._controller.observe(outline, verdict, timings, choice)
         if self._is_up:
             self._results.append(essence(result))
         if result.drafter_fault is not None and life == self._life:

@@ -150,7 +150,42 @@ def test_a_drafter_that_fails_is_started_anew_and_goes_on_from_what_is_known(met
     assert stats["num_refused_fault"] > 0
     if method == "perfect_draft_model":
         assert stats["num_accepted"] == stats["num_drafted"] > 0
+        assert stats["num_refused_proposer"] == 0, "what a drafter that is away does not make is the fault's"
     assert stats["num_free_blocks"] == stats["num_blocks"]
+
+
+def test_a_drafter_that_is_late_or_loading_is_not_held_against_drafts(tiny_checkpoint, monkeypatch):
+    """Ten seconds that it was waited for in vain say nothing of drafts to come; while it is away none are planned."""
+    engine, drafter = away("perfect_draft_model", tiny_checkpoint, "alone", k="auto")
+    controller, worker = engine.executor._controller, engine.executor._executor.worker
+    step, has_drafts, was_late = worker.speculative_step, [], []
+
+    def wait_in_vain(plan):
+        result = step(plan)
+        has_drafts.append(plan.num_draft_tokens > 0)
+        was_late.append(result.drafter_fault is not None)
+        if was_late[-1]:
+            result.timings.propose_s = 10.0
+        return result
+
+    monkeypatch.setattr(worker, "speculative_step", wait_in_vain)
+    engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    drafter.fails, drafter.num_starting = True, 1000
+    while not any(was_late):
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    while engine.executor._is_up:
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    num_before = len(has_drafts)
+    engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert not any(has_drafts[num_before:])
+    assert controller._earned.ratio > 0.9
+    assert controller.totals.exploration_s < 1.0
+    assert controller.totals.total_s < 10.0
+    drafter.num_starting = 0
+    num_before = len(has_drafts)
+    while not any(has_drafts[num_before:]):
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert engine.stats()["num_refused_fault"] > 0
 
 
 @pytest.mark.parametrize("method", ["suffix_with_memory", "perfect_draft_model"])

@@ -1,6 +1,7 @@
 """The two messages of a step: what the scheduler asks of every rank, and what rank 0 answers."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.engine.sampling_params import SamplingParams
@@ -46,6 +47,14 @@ class StepPlan:
     @property
     def num_draft_tokens(self) -> int:
         return sum(scheduled.num_draft_tokens for scheduled in self.scheduled)
+
+    def with_draft_lengths(self, lengths: Sequence[int]) -> "StepPlan":
+        """The same step with so many drafts at most, in the order of `scheduled`."""
+        scheduled = [
+            each if each.num_draft_tokens == length else replace(each, num_draft_tokens=length)
+            for each, length in zip(self.scheduled, lengths, strict=True)
+        ]
+        return replace(self, scheduled=scheduled)
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,8 @@ METRICS = (
         "tokens",
         "Draft tokens below that number that were not made, by the first reason: `request` (asked for fewer), "
         "`budget` (no rows left in the step), `context` (the answer must end sooner), `kv` (no free blocks), "
-        "`controller` (would not pay), `proposer` (had none to offer), `fault` (the drafter failed).",
+        "`controller` (would not pay), `proposer` (had none to offer), "
+        "`fault` (the drafter failed, or is being started anew).",
         rises(**{reason: (f"num_refused_{reason}",) for reason in REFUSALS}),
         label="reason",
     ),

@@ -93,11 +93,7 @@ class DraftLengthController:
             self.choice = Choice(self.choice.decision)
         else:
             lengths = self._draft_lengths(state, plan).tolist()
-        scheduled = [
-            each if each.num_draft_tokens == length else replace(each, num_draft_tokens=length)
-            for each, length in zip(plan.scheduled, lengths, strict=True)
-        ]
-        return replace(plan, scheduled=scheduled, given_up_slots=given_up)
+        return replace(plan.with_draft_lengths(lengths), given_up_slots=given_up)
 
     def cut(self, state: SequenceState, plan: StepPlan, drafts: Drafts) -> Drafts:
         """Drafts that say how likely they are to be kept, without those that do not pay."""

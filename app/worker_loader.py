@@ -19,7 +19,7 @@ from app.speculative.controller import DraftLengthController, calibrate
 from app.speculative.cost_model import CostModel
 from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, TargetContext
 from app.speculative.proposer import Drafts, Verdict
-from app.speculative.registry import load_proposer
+from app.speculative.registry import check_target, load_proposer
 from app.speculative.step_decision import StepDecision
 from app.speculative.verifier import Verifier
 from app.worker import Worker
@@ -137,6 +137,7 @@ def _load_networks(
         torch.set_num_threads(config.num_threads)
     model_config = read_model_config(folder)
     max_model_len = served_context(config, model_config)
+    check_target(config.speculative_config, folder, model_config)
     model = load_model(folder, DTYPES.get(config.dtype), device, progress, max_model_len)
     speculative, loaded_proposer = config.speculative_config, remote
     has_share = speculative is not None and speculative.shares_drafter(parallel.tp_size())

@@ -1,11 +1,14 @@
 """The proposers, by the `method` of their configuration."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from app.speculative import draft_model, mtp, ngram, suffix_proposer
 from app.speculative.config import SpeculativeConfig
 from app.speculative.loaded_proposer import LoadedProposer, TargetContext
+from models.drafters.deepseek_mtp import find_modules
+from models.model_config import ModelConfig
 
 PROPOSERS: dict[str, Callable[[Any, TargetContext], LoadedProposer]] = {
     "suffix": suffix_proposer.load,
@@ -13,6 +16,12 @@ PROPOSERS: dict[str, Callable[[Any, TargetContext], LoadedProposer]] = {
     "draft_model": draft_model.load,
     "mtp": mtp.load,
 }
+
+
+def check_target(config: SpeculativeConfig | None, folder: Path, model_config: ModelConfig) -> None:
+    """Raises ValueError for a target without the drafter that its checkpoint is to hold; reads no weight."""
+    if config is not None and config.method == "mtp":
+        find_modules(folder, model_config)
 
 
 def load_proposer(config: SpeculativeConfig | None, target: TargetContext) -> LoadedProposer | None:

@@ -141,6 +141,43 @@ class DeepseekMTP(nn.Module):
         return vocab_logits(outputs if self.recycled_is_normed else module.norm(outputs), head.weight)
 
 
+def find_modules(folder: Path, config: ModelConfig) -> WeightIndex:
+    """Where a checkpoint's tensors are, those of every module among them; reads no weight.
+
+    Raises ValueError where the checkpoint has no modules, or lacks one that it counts.
+    """
+    config_path, num_counted = folder / "config.json", config.num_nextn_predict_layers
+    if config.architecture not in FAMILIES:
+        raise ValueError(
+            f'{config_path}: architectures is ["{config.architecture}"], which has no modules of multi-token '
+            f"prediction; known are those of {', '.join(FAMILIES)}: choose another speculative method"
+        )
+    index = read_weight_index(folder)
+    prefixes = [module_prefix(config, i) for i in range(max(num_counted, 1))]
+    missing = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in index.tensors)]
+    if not num_counted:
+        remedy = "choose another speculative method, or a checkpoint with its MTP layer"
+        if not missing:
+            remedy = f"correct it, since the checkpoint holds tensors {prefixes[0]}*"
+        raise ValueError(
+            f"{config_path}: num_nextn_predict_layers is 0 or missing, so there is no module of multi-token "
+            f"prediction: {remedy}"
+        )
+    if missing:
+        raise ValueError(
+            f"{folder} holds no tensor {missing[0]}*, module {prefixes.index(missing[0])} of the {num_counted} "
+            "that num_nextn_predict_layers in config.json promises: take a checkpoint with its MTP layer, "
+            "or choose another speculative method"
+        )
+    return index
+
+
+def module_prefix(config: ModelConfig, module_index: int) -> str:
+    """What the names of a module's tensors begin with."""
+    prefix = FAMILIES[config.architecture].prefix
+    return prefix.format(layer=config.num_hidden_layers + module_index, module=module_index)
+
+
 def load_mtp(
     folder: Path,
     target: CausalLM,  # of the same folder
@@ -156,29 +193,14 @@ def load_mtp(
     """
     config = target.config
     assert dtype == config.dtype, "modules share the target's embedding and head"
-    config_path = Path(folder) / "config.json"
-    if config.architecture not in FAMILIES:
-        raise ValueError(
-            f'{config_path}: architectures is ["{config.architecture}"], which has no modules of multi-token '
-            f"prediction; known are those of {', '.join(FAMILIES)}: choose another speculative method"
-        )
-    if not config.num_nextn_predict_layers:
-        raise ValueError(
-            f"{config_path}: num_nextn_predict_layers is 0 or missing, so there is no module of multi-token "
-            "prediction: choose another speculative method, or a checkpoint with its MTP layer"
-        )
-    family, index = FAMILIES[config.architecture], read_weight_index(folder)
-    modules = []
-    for i in range(config.num_nextn_predict_layers):
-        prefix = family.prefix.format(layer=config.num_hidden_layers + i, module=i)
-        modules.append(_load_module(i, prefix, family, index, target, device, progress))
+    index, family = find_modules(folder, config), FAMILIES[config.architecture]
+    modules = [_load_module(i, family, index, target, device, progress) for i in range(config.num_nextn_predict_layers)]
     target.hidden_is_normed = hidden_is_normed
     return DeepseekMTP(modules, family, target, hidden_is_normed, recycled_is_normed).eval()
 
 
 def _load_module(
     module_index: int,
-    prefix: str,
     family: MTPFamily,
     index: WeightIndex,
     target: CausalLM,
@@ -186,13 +208,8 @@ def _load_module(
     progress: bool,
 ) -> MTPModule:
     config = target.config
+    prefix = module_prefix(config, module_index)
     own = WeightIndex(index.folder, {name: each for name, each in index.tensors.items() if name.startswith(prefix)})
-    if not own.tensors:
-        raise ValueError(
-            f"{index.folder} holds no tensor {prefix}*, module {module_index} of the {config.num_nextn_predict_layers} "
-            "that num_nextn_predict_layers in config.json promises: take a checkpoint with its MTP layer, "
-            "or choose another speculative method"
-        )
     embedding, head = (f"{prefix}{family.names[name]}.weight" for name in ("embed_tokens", "head"))
     target_embedding = "model.embed_tokens.weight"
     own_embedding = _differs(index, embedding, target_embedding)

@@ -88,17 +88,38 @@ def test_sizes_that_ranks_cannot_share_are_refused(tmp_path):
         QKVParallelLinear(64, num_heads=6, num_kv_heads=2, head_dim=8, bias=False, dtype=torch.float32)
 
 
-def compute_as_rank(rank: int, folder: Path, work: Path) -> None:
+# What ranks share in a way of its own: biases, one embedding that is the head as well, norms of heads, a window.
+SHARED = {
+    "llama with biases": ("llama_bias", {}),
+    "one KV head for both ranks": ("llama", {"num_key_value_heads": 1}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "mistral": ("mistral", {"sliding_window": 3}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+
+
+def compute_as_rank(rank: int, work: Path) -> None:
     with process_group(rank, 2, work) as group:
         set_tensor_parallel_group(group)
-        runner = PagedRunner(load_model(folder, None, CPU, progress=False))
-        chunks = [runner.step({0: PROMPT[:5]})[0], runner.step({0: PROMPT[5:]})[0]]
-        torch.save(torch.cat(chunks), work / f"rank{rank}.pt")
+        for name in SHARED:
+            runner = PagedRunner(load_model(work / name, None, CPU, progress=False))
+            chunks = [runner.step({0: PROMPT[:5]})[0], runner.step({0: PROMPT[5:]})[0]]
+            torch.save(torch.cat(chunks), work / name / f"rank{rank}.pt")
 
 
-def test_two_ranks_compute_the_logits_of_one(tmp_path):
-    folder = make_tiny_checkpoint(tmp_path / "model", "llama_bias", with_tokenizer=False)
-    expected = whole_prompt_logits(load_model(folder, None, CPU, progress=False), PROMPT)
-    mp.spawn(compute_as_rank, (folder, tmp_path), nprocs=2)
-    torch.testing.assert_close(torch.load(tmp_path / "rank0.pt"), expected, rtol=1e-4, atol=1e-4)
-    assert torch.load(tmp_path / "rank1.pt").shape == (0, expected.shape[1]), "logits are rank 0's alone"
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory) -> Path:
+    """A folder a case: its checkpoint, and the logits of each rank."""
+    work = tmp_path_factory.mktemp("ranks")
+    for name, (architecture, fields) in SHARED.items():
+        make_tiny_checkpoint(work / name, architecture, with_tokenizer=False, **fields)
+    mp.spawn(compute_as_rank, (work,), nprocs=2)
+    return work
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_two_ranks_compute_the_logits_of_one(computed, name):
+    expected = whole_prompt_logits(load_model(computed / name, None, CPU, progress=False), PROMPT)
+    torch.testing.assert_close(torch.load(computed / name / "rank0.pt"), expected, rtol=1e-4, atol=1e-4)
+    assert torch.load(computed / name / "rank1.pt").shape == (0, expected.shape[1]), "logits are rank 0's alone"

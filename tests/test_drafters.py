@@ -9,11 +9,12 @@ from transformers import PreTrainedTokenizerFast
 from app.engine.plan import AdmittedSequence, ScheduledSequence, StepPlan
 from app.engine.sampling_params import SamplingParams
 from app.engine.sequence_state import SequenceState
-from app.speculative.config import DraftModelConfig, NgramConfig
+from app.speculative.config import DraftModelConfig, MTPConfig, NgramConfig
 from app.speculative.draft_model import check_same_vocabulary
 from app.speculative.drafter_kv import DrafterKV
 from app.speculative.loaded_proposer import LoadedProposer, TargetContext
 from app.speculative.registry import load_proposer
+from models import parallel
 from models.loader import load_model
 from models.tokenizer import load_tokenizer
 from tests.helpers.paged_runner import PagedRunner
@@ -55,6 +56,14 @@ def test_a_draft_model_of_another_vocabulary_is_refused_before_its_weights_are_r
     (other / "config.json").write_text((folder / "config.json").read_text())
     with pytest.raises(ValueError, match=r"speculative_config\.model: token 0 is '<unk>'"):
         load_proposer(DraftModelConfig(method="draft_model", model=str(other)), target_context(folder))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_ranks_the_first_warns_of_modules_that_are_used_again(rank, tiny_checkpoint, caplog):
+    folder = tiny_checkpoint("deepseek_v3", num_nextn_predict_layers=1)
+    with parallel.tensor_parallel_group(parallel.TensorParallelGroup(rank, 2)):
+        load_proposer(MTPConfig(method="mtp", num_speculative_tokens=3), target_context(folder))
+    assert ("3 drafts of 1 MTP module(s)" in caplog.text) == (rank == 0)
 
 
 def load(config, target: TargetContext) -> LoadedProposer:

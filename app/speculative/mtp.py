@@ -231,7 +231,7 @@ def load(config: MTPConfig, target: TargetContext) -> LoadedProposer:
     """
     assert target.model is not None, "modules stand beside the target"
     modules = load_mtp(target.folder, target.model, target.dtype, target.device, target.progress)
-    if config.draft_limit > modules.num_modules:
+    if config.draft_limit > modules.num_modules and parallel.tp_rank() == 0:
         logger.warning(
             "%d drafts of %d MTP module(s): later ones re-use the modules, at lower acceptance",
             config.draft_limit,

@@ -97,6 +97,8 @@ class Worker:
         num_left = plan.num_draft_tokens
         try:
             if self.controller is not None:
+                plan = self._without_vain(plan)
+                num_left = self._refuse("proposer", num_left, plan.num_draft_tokens)
                 plan = self.controller.plan(self.state, plan)
                 num_left = self._refuse("controller", num_left, plan.num_draft_tokens)
             drafts = self.proposer.propose(self.state, plan)
@@ -109,6 +111,16 @@ class Worker:
         except Exception:
             self._refuse("fault", num_left, 0)
             return Drafts.none(len(plan.scheduled)), self._drafter_fault()
+
+    def _without_vain(self, plan: StepPlan) -> StepPlan:
+        """The plan without drafts for sequences that the proposer has nothing to draft from."""
+        assert self.proposer is not None
+        can_draft = self.proposer.can_draft(np.array([s.slot for s in plan.scheduled], dtype=np.int64))
+        if can_draft.all():
+            return plan
+        return plan.with_draft_lengths(
+            [s.num_draft_tokens if can else 0 for s, can in zip(plan.scheduled, can_draft.tolist(), strict=True)]
+        )
 
     def _tell_followers(self, drafts: Drafts) -> None:
         if parallel.tp_size() > 1:

@@ -36,6 +36,9 @@ class RandomProposer:
     def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Nothing hangs on the last step."""
 
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), dtype=bool)
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         num_tokens = np.array([scheduled.num_draft_tokens for scheduled in plan.scheduled], dtype=np.int64)
         shape = (len(num_tokens), int(num_tokens.max(initial=0)))

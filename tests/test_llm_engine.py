@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -160,6 +161,9 @@ class FailingProposer:
 
     def catch_up(self, state, plan) -> None:
         raise RuntimeError("the drafter is broken")
+
+    def can_draft(self, slots):
+        return np.ones(len(slots), dtype=bool)
 
     def propose(self, state, plan):
         if self._drafts is None:

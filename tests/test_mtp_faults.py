@@ -138,6 +138,27 @@ def test_after_a_fault_only_what_can_be_computed_is_drafted(folder, monkeypatch)
     assert max(recorder.differences(MTPReference(folder)).values()) < TOLERANCE
 
 
+def test_no_draft_is_planned_where_there_is_nothing_to_draft_from(folder, monkeypatch):
+    """One that was counted upon and does not come would make the controller distrust those of other sequences."""
+    engine = make_engine(folder, speculative_config={"method": "mtp"})
+    worker, plans = engine.executor.worker, []
+    choose = worker.controller.plan
+
+    def recorded(state, plan):
+        plans.append(plan)
+        return choose(state, plan)
+
+    monkeypatch.setattr(worker.controller, "plan", recorded)
+    engine.generate(PROMPT, greedy(12), use_tqdm=False)
+    worker.proposer.reset()
+    plans.clear()
+    engine.generate(PROMPT, greedy(12), use_tqdm=False)
+    assert engine.stats()["num_prefix_hit_tokens"] == 32
+    assert not any(plan.num_draft_tokens for plan in plans)
+    engine.generate(PROMPT[1:], greedy(12), use_tqdm=False)
+    assert any(plan.num_draft_tokens for plan in plans)
+
+
 def test_requests_that_leave_take_nothing_from_those_that_stay(folder, monkeypatch):
     """D03, D08: aborted between any two steps, slots and blocks handed on at once."""
     recorder, rng = DraftRecorder(monkeypatch), np.random.default_rng(3)

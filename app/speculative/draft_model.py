@@ -45,6 +45,9 @@ class DraftModelProposer:
     def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Token ids are all that the drafter needs: `propose` catches up where it is to draft."""
 
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), dtype=bool)
+
     @torch.inference_mode()
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         self._kv.apply(plan)

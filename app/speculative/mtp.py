@@ -73,6 +73,9 @@ class MTPProposer:
             if (settled // state.block_size > self._kv.num_computed_tokens[slots] // state.block_size).any():
                 self._compute_held(state)
 
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        return ~self._is_blind[slots]
+
     @torch.inference_mode()
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         self._forget(plan)

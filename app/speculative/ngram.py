@@ -25,6 +25,9 @@ class NgramProposer:
     def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Nothing hangs on the last step's tensors."""
 
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), dtype=bool)
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         num_seqs = len(plan.scheduled)
         width = max((scheduled.num_draft_tokens for scheduled in plan.scheduled), default=0)

@@ -51,6 +51,12 @@ class Proposer(Protocol):
         block that it wrote has changed hands.
         """
 
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        """Of slots [n], whose sequences have been in a plan before, those that it has what to draft from; bool [n].
+
+        A draft that is planned for another would be counted upon, and never come.
+        """
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         """Drafts for the plan's batch.
 

@@ -24,6 +24,9 @@ class RemoteProposer:
     def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Who drafts sees the same results."""
 
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), dtype=bool)
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         if plan.drafts is None or not plan.num_draft_tokens:
             none = Drafts.none(len(plan.scheduled))

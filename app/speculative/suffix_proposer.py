@@ -46,6 +46,9 @@ class SuffixProposer:
                 text = state.token_ids[slot, : state.num_tokens[slot]]
                 self._memory.remember(text, int(state.num_prompt_tokens[slot]), int(self._owners[slot]))
 
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), dtype=bool)
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         for sequence in plan.admitted:
             self._own.admit(sequence.slot)

@@ -120,6 +120,7 @@ ROWS: dict[str, list[Panel]] = {
             "suffix: ×",
             {
                 "now": Ratio(Rate("spec_decode_emitted_tokens"), Rate("spec_decode_plain_tokens")),
+                "predicted": Ratio(Rate("spec_decode_predicted_tokens"), Rate("spec_decode_plain_tokens")),
                 "since the start": Level("spec_decode_speedup", "avg"),
             },
             description="Tokens a second over those that the controller's cost model gives for plain decoding.",

@@ -193,11 +193,12 @@ def test_the_log_says_what_was_done_since_the_last_line() -> None:
         "2.00 drafts a sequence and step, at most 4; accepted by position 0.75 0.25 0.25; mean acceptance length 2.00"
     )
     later = {**BUSY, "num_steps": 60, "num_verifications": 250, "num_generated_tokens": 490, "num_drafter_faults": 2}
-    later |= {"controller_emitted_tokens": 10, "controller_plain_tokens": 8.0}
+    later |= {"controller_emitted_tokens": 10, "controller_plain_tokens": 8.0, "controller_predicted_tokens": 12.0}
+    later |= {"controller_num_decisions": 50, "controller_num_plain": 20}
     assert describe_activity(later, difference(later, BUSY), 10.0) == (
         "0.0 prompt and 1.0 generated tokens/s; 3 running, 1 waiting; KV 25.0% used; "
         "0.00 drafts a sequence and step, at most 4; accepted by position -; mean acceptance length 1.00; "
-        "1.25 x plain; drafter faults 2, 2 of them new"
+        "drafts in 60% of steps; 1.25 x plain, 1.50 predicted; drafter faults 2, 2 of them new"
     )
 
 

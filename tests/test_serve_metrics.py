@@ -84,6 +84,9 @@ COUNTS: dict[str, Any] = {
     "controller_measured_gain": 1.5,
     "controller_emitted_tokens": 600,
     "controller_plain_tokens": 400.0,
+    "controller_predicted_tokens": 620.0,
+    "controller_num_decisions": 90,
+    "controller_num_plain": 30,
 }
 
 

@@ -39,8 +39,11 @@ def _speculation(stats: Stats, since: Stats) -> list[str]:
         f"accepted by position {rates or '-'}",
         f"mean acceptance length {(since['num_accepted'] + num_steps) / num_steps:.2f}",
     ]
-    if since.get("controller_plain_tokens"):
-        parts.append(f"{since['controller_emitted_tokens'] / since['controller_plain_tokens']:.2f} x plain")
+    if since.get("controller_num_decisions"):
+        parts.append(f"drafts in {1 - since['controller_num_plain'] / since['controller_num_decisions']:.0%} of steps")
+    if plain_tokens := since.get("controller_plain_tokens"):
+        emitted, predicted = since["controller_emitted_tokens"], since["controller_predicted_tokens"]
+        parts.append(f"{emitted / plain_tokens:.2f} x plain, {predicted / plain_tokens:.2f} predicted")
     if stats["num_drafter_faults"]:
         parts.append(f"drafter faults {stats['num_drafter_faults']}, {since['num_drafter_faults']} of them new")
     return parts

@@ -264,4 +264,25 @@ METRICS = (
         "Its denominator: what plain decoding would have given in the same time.",
         where_auto(rise("controller_plain_tokens")),
     ),
+    Metric(
+        "spec_decode_predicted_tokens",
+        "counter",
+        "tokens",
+        "What the controller expected of its decisions in that time: over the denominator, the predicted gain.",
+        where_auto(rise("controller_predicted_tokens")),
+    ),
+    Metric(
+        "spec_decode_decisions",
+        "counter",
+        "steps",
+        "Steps that the controller decided on.",
+        where_auto(rise("controller_num_decisions")),
+    ),
+    Metric(
+        "spec_decode_plain_decisions",
+        "counter",
+        "steps",
+        "Those of them that it left without drafts, explorations aside.",
+        where_auto(rise("controller_num_plain")),
+    ),
 )

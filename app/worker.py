@@ -72,7 +72,10 @@ class Worker:
         if self.controller is not None:
             self.controller.observe(batch, verdict, clock.timings)
         self._last_verdict = verdict
-        return StepResult(plan.step_id, results, clock.timings, drafter_fault)
+        drafts_pay = self.controller is None or self.controller.follows_all
+        return StepResult(
+            plan.step_id, results, clock.timings, drafter_fault, drafts.blind_block_ids if drafts_pay else ()
+        )
 
     def stats(self) -> dict[str, float]:
         """Drafts refused, restarts of the drafter; the controller's totals and gains, where draft lengths are auto."""

@@ -133,6 +133,40 @@ def test_a_refusal_changes_nothing():
     assert manager.usage == 0.5
 
 
+def test_what_is_withdrawn_stays_in_use_and_is_computed_anew():
+    manager = BlockManager(8, BLOCK_SIZE, True)
+    run_through(manager, list(range(13)))
+    holder = make_sequence(list(range(9)))
+    assert manager.allocate(holder)
+    assert holder.num_computed_tokens == 8
+    manager.withdraw(holder.block_ids[:1] * 2)
+    again = make_sequence(list(range(9)))
+    assert manager.allocate(again)
+    assert again.num_computed_tokens == 0
+    assert not set(again.block_ids) & set(holder.block_ids)
+    compute_all_but_last(manager, again)
+    for sequence in (holder, again):
+        manager.free(sequence)
+    third = make_sequence(list(range(13)))
+    assert manager.allocate(third)
+    assert third.num_computed_tokens == 12, "the rest of the prefix is still known"
+
+
+def test_all_blocks_may_be_withdrawn_once_and_a_share_of_the_hits_later():
+    manager = BlockManager(8, BLOCK_SIZE, True)
+    num_hit = []
+    for _ in range(1000):
+        sequence = make_sequence(list(range(9)))
+        assert manager.allocate(sequence)
+        num_hit.append(sequence.num_computed_tokens)
+        compute_all_but_last(manager, sequence)
+        if num_hit[-1]:
+            manager.withdraw(sequence.block_ids)
+        manager.free(sequence)
+    assert num_hit[:8] == [0, 8] * 4
+    assert 4 < num_hit.count(0) <= 4 + 10 + 1
+
+
 class BlockManagerMachine(RuleBasedStateMachine):
     """Requests that come, draft, stop, are preempted and go, over a pool that is too small for all."""
 
@@ -203,6 +237,11 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert (sequence.block_ids, sequence.num_computed_tokens) == ([], 0)
         if not for_good and -(-sequence.num_tokens // BLOCK_SIZE) <= self.manager.num_blocks:
             self.waiting.append(sequence)
+
+    @precondition(lambda self: hasattr(self, "manager"))
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        self.manager.withdraw(data.draw(st.lists(st.integers(0, self.manager.num_blocks - 1), max_size=4)))
 
     @invariant()
     def every_block_is_free_or_held(self) -> None:

@@ -10,6 +10,7 @@ import torch
 from app.engine.outputs import GenerationRequest
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
+from app.speculative.followed_sequences import FollowedSequences
 from tests.helpers.deferring_executor import defer
 from tests.helpers.mtp_reference import DraftRecorder, MTPReference, poison
 from tests.test_lossless import kv_bytes
@@ -132,10 +133,64 @@ def test_after_a_fault_only_what_can_be_computed_is_drafted(folder, monkeypatch)
         engine.step()
     assert engine.generate(PROMPT, greedy(12), use_tqdm=False)[0].outputs[0].token_ids == expected
     assert engine.stats()["num_drafted"] == num_drafted, "both had tokens whose hidden states are gone"
+    assert engine.stats()["num_drafter_faults"] == 1
     engine.generate(PROMPT[1:], greedy(12), use_tqdm=False)
     assert engine.stats()["num_drafted"] > num_drafted
-    assert engine.stats()["num_drafter_faults"] == 1
     assert max(recorder.differences(MTPReference(folder)).values()) < TOLERANCE
+
+
+def test_a_prefix_that_the_drafter_lacks_is_computed_once_more_and_drafted_from(folder, monkeypatch):
+    """Else nobody who shares a hot system prompt would draft again; blocks in use stay in use."""
+    recorder = DraftRecorder(monkeypatch)
+    engine = make_engine(folder)
+    expected = engine.generate(PROMPT, greedy(12), use_tqdm=False)[0].outputs[0].token_ids
+    engine.executor.worker.proposer.reset()
+    token_ids: dict[str, list[int]] = {}
+    num_hit = []
+    for name in ("blind", "computes it", "shares it"):
+        before = engine.stats()["num_prefix_hit_tokens"]
+        engine.add_request(GenerationRequest(name, PROMPT, greedy(12)))
+        token_ids[name] = []
+        while not token_ids[name]:
+            for delta in engine.step():
+                token_ids[delta.request_id] += delta.token_ids
+            poison(engine)
+        num_hit.append(engine.stats()["num_prefix_hit_tokens"] - before)
+    num_drafted = {}
+    while engine.has_work:
+        for delta in engine.step():
+            token_ids[delta.request_id] += delta.token_ids
+            if delta.finished:
+                num_drafted[delta.request_id] = delta.stats.num_drafted
+        poison(engine)
+    assert token_ids == dict.fromkeys(token_ids, expected)
+    assert num_hit == [32, 0, 32]
+    assert num_drafted["blind"] == 0 < min(num_drafted["computes it"], num_drafted["shares it"])
+    stats = engine.stats()
+    assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert max(recorder.differences(MTPReference(folder)).values()) < TOLERANCE
+
+
+def test_a_drafter_that_keeps_failing_leaves_the_prefix_cache_what_it_is(folder):
+    engine = make_engine(folder, kv_cache_memory=4 * 20 * block_bytes(folder))
+    assert engine.stats()["num_blocks"] == 20
+    num_rounds, num_hit = 200, []
+    for _ in range(num_rounds):
+        before = engine.stats()["num_prefix_hit_tokens"]
+        engine.generate(PROMPT, greedy(1), use_tqdm=False)
+        num_hit.append(engine.stats()["num_prefix_hit_tokens"] - before)
+        engine.executor.worker.proposer.reset()
+    assert num_hit[:4] == [0, 32, 0, 32]
+    assert num_hit.count(0) <= 1 + 20 // 2 + 2
+
+
+def test_while_drafts_do_not_pay_the_prefix_cache_is_left_alone(folder, monkeypatch):
+    monkeypatch.setattr(FollowedSequences, "pays", False)
+    engine = make_engine(folder, speculative_config={"method": "mtp"})
+    for _ in range(4):
+        engine.generate(PROMPT, greedy(), use_tqdm=False)
+        engine.executor.worker.proposer.reset()
+    assert engine.stats()["num_prefix_hit_tokens"] == 3 * 32
 
 
 def test_no_draft_is_planned_where_there_is_nothing_to_draft_from(folder, monkeypatch):
@@ -149,6 +204,7 @@ def test_no_draft_is_planned_where_there_is_nothing_to_draft_from(folder, monkey
         return choose(state, plan)
 
     monkeypatch.setattr(worker.controller, "plan", recorded)
+    monkeypatch.setattr(FollowedSequences, "give_up", lambda self, plan: [])  # whatever this machine's clock says
     engine.generate(PROMPT, greedy(12), use_tqdm=False)
     worker.proposer.reset()
     plans.clear()

@@ -3,8 +3,11 @@
 import hashlib
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from app.engine.sequence import Sequence
+
+WITHDRAWN_SHARE = 0.01  # of the blocks that are hit, so many may be withdrawn in the long run
 
 
 class BlockManager:
@@ -33,6 +36,7 @@ class BlockManager:
         self._digests: list[bytes | None] = [None] * num_blocks  # where the block is the published one of its digest
         self._published: dict[bytes, int] = {}  # digest: block
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))  # the next to go first
+        self._num_withdrawable = float(num_blocks)  # never more: once the whole pool, then a share of the hits
 
     @property
     def num_free(self) -> int:
@@ -69,6 +73,7 @@ class BlockManager:
                 del self._free[block]
             self._num_references[block] += 1
         sequence.block_ids = cached + [self._take() for _ in range(num_fresh)]
+        self._num_withdrawable = min(self._num_withdrawable + WITHDRAWN_SHARE * len(cached), self.num_blocks)
         sequence.num_computed_tokens = len(cached) * self.block_size
         sequence.num_published_blocks = len(cached)
         return True
@@ -101,6 +106,20 @@ class BlockManager:
                 self._digests[block] = digest
         sequence.num_published_blocks = num_full
 
+    def withdraw(self, block_ids: Iterable[int]) -> None:
+        """Unpublishes blocks, all or none: sequences that hold them go on, the next to want them computes them anew.
+
+        Those who ask may never be content. So much is granted that the cache stays of use: all blocks once, then few.
+        """
+        published = [block for block in dict.fromkeys(block_ids) if self._digests[block] is not None]
+        if len(published) > self._num_withdrawable:
+            return
+        self._num_withdrawable -= len(published)
+        for block in published:
+            self._unpublish(block)
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
+
     def free(self, sequence: Sequence) -> None:
         """Takes all blocks from a sequence, which forgets what it had computed."""
         for block in reversed(sequence.block_ids):  # a prefix outlives what continues it
@@ -115,12 +134,15 @@ class BlockManager:
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)
+        self._unpublish(block)
+        self._num_references[block] = 1
+        return block
+
+    def _unpublish(self, block: int) -> None:
         digest = self._digests[block]
         if digest is not None:
             del self._published[digest]
             self._digests[block] = None
-        self._num_references[block] = 1
-        return block
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         if not self.enable_prefix_caching or sequence.prompt_logprobs is not None:

@@ -97,3 +97,4 @@ class StepResult:
     sequences: list[SequenceResult]  # in the order of the plan's `scheduled`
     timings: StepTimings
     drafter_fault: str | None = None  # traceback of a proposer that raised: the step went on without drafts
+    blind_block_ids: Sequence[int] = ()  # hit by the plan's admissions: cached blocks that keep them from drafting

@@ -137,6 +137,7 @@ class Scheduler:
         expected, sequences = self._in_flight.popleft()
         assert plan is expected, "the result of an older plan is due"
         assert result.step_id == plan.step_id
+        self.block_manager.withdraw(result.blind_block_ids)
         deltas = []
         for sequence, scheduled, outcome in zip(sequences, plan.scheduled, result.sequences, strict=True):
             assert outcome.slot == scheduled.slot

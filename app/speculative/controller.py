@@ -138,6 +138,11 @@ class DraftLengthController:
         self._leaves_backlog = has_prompt or not num_drafting
         self._count(batch, verdict, timings, choice, has_prompt)
 
+    @property
+    def follows_all(self) -> bool:
+        """Drafts are expected to pay: new sequences are drafted for whatever their prompts cost the drafter."""
+        return self._followed is None or self._followed.pays
+
     def stats(self) -> dict[str, float]:
         gains = {"predicted_gain": self.totals.predicted_gain, "measured_gain": self.totals.measured_gain}
         return {f"controller_{name}": value for name, value in {**vars(self.totals), **gains}.items()}

@@ -29,6 +29,10 @@ class DrafterKV:
             hits = self._is_whole[admitted.block_ids[: admitted.num_computed_tokens // block_size]]
             self.num_computed_tokens[admitted.slot] = np.logical_and.accumulate(hits).sum() * block_size
 
+    def lacking(self, block_ids: list[int]) -> list[int]:
+        """Those of the blocks that are not whole."""
+        return [block for block in block_ids if not self._is_whole[block]]
+
     def extend(self, slots: np.ndarray, num_tokens: np.ndarray) -> None:
         """The next `num_tokens` [n] of the sequences at `slots` [n] are computed, and known."""
         starts = self.num_computed_tokens[slots]

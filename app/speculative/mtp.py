@@ -11,6 +11,7 @@ the output before it; with several no position is left out, whose KV would be of
 """
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,10 +41,9 @@ class MTPProposer:
     the drafter's KV is as whole as the target's wherever a prefix is found, and steps without drafts cost a pass now
     and then. Rows that hold drafts are written behind the settled ones and over again.
 
-    A sequence whose cached prefix lacks the drafter's KV (after a fault) is left alone: it can not be computed without
-    the target's hidden states. So is one that the controller has given up, and who has its prefix. To treat such
-    prefixes as unknown would bring them back at the price of every prompt's prefix, and a drafter that keeps failing
-    would switch the target's prefix cache off; they go as blocks are evicted.
+    A sequence whose cached prefix lacks the drafter's KV, after a fault or of one that the controller has given up, is
+    left alone: the KV can not be computed without the target's hidden states. The prefix's blocks are named, so that
+    the prefix cache forgets them, and the next sequence to begin with it has the target compute them again.
     """
 
     def __init__(self, modules: DeepseekMTP, context: ProposerContext) -> None:
@@ -78,13 +78,13 @@ class MTPProposer:
 
     @torch.inference_mode()
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
-        self._forget(plan)
+        blind_block_ids = self._forget(plan)
         num_rows = sum(scheduled.num_new_tokens + scheduled.num_draft_tokens for scheduled in plan.scheduled)
         drafts = any(scheduled.num_draft_tokens for scheduled in plan.scheduled)
         if drafts or self._held.num_new.sum() + num_rows > self._context.max_num_batched_tokens:
             self._compute_held(state)
         if not drafts:
-            return Drafts.none(len(plan.scheduled))
+            return replace(Drafts.none(len(plan.scheduled)), blind_block_ids=blind_block_ids)
         slots = np.array([scheduled.slot for scheduled in plan.scheduled], dtype=np.int64)
         rows = DraftRows(self._modules.num_modules)
 
@@ -97,7 +97,8 @@ class MTPProposer:
                 rows.start(drafting, select_rows(self._last[0], own))
             return self._modules.logits(depth % self._modules.num_modules, rows.outputs[-1])
 
-        return draw_chain(self._context, plan, self._has_last[0, slots] & ~self._is_blind[slots], logits)
+        may_draft = self._has_last[0, slots] & ~self._is_blind[slots]
+        return replace(draw_chain(self._context, plan, may_draft, logits), blind_block_ids=blind_block_ids)
 
     def observe(self, batch: BatchOutline, hidden_states: torch.Tensor | None, verdict: Verdict) -> None:
         """Keeps the target's rows of known tokens that count as computed."""
@@ -118,17 +119,25 @@ class MTPProposer:
         self._is_blind[:] = True
         self._drop(list(range(len(self._is_blind))))
 
-    def _forget(self, plan: StepPlan) -> None:
-        """Drops what is known of slots that changed hands; an admitted one drafts if its cached prefix is whole."""
+    def _forget(self, plan: StepPlan) -> list[int]:
+        """Drops what is known of slots that changed hands; an admitted one drafts if its cached prefix is whole.
+
+        Names the blocks of prefixes that are not, where someone would draft from them.
+        """
         self._kv.apply(plan)
         if plan.released_slots or plan.admitted or plan.given_up_slots:
             admitted_slots = (admitted.slot for admitted in plan.admitted)
             self._drop([*plan.released_slots, *admitted_slots, *plan.given_up_slots])
         self._is_blind[plan.released_slots] = True
+        blind_block_ids: list[int] = []
         for admitted in plan.admitted:
             has_prefix = self._kv.num_computed_tokens[admitted.slot] == admitted.num_computed_tokens
             self._is_blind[admitted.slot] = not has_prefix
+            if not has_prefix and admitted.slot not in plan.given_up_slots:
+                num_hit = admitted.num_computed_tokens // self._context.state.block_size
+                blind_block_ids += self._kv.lacking(admitted.block_ids[:num_hit])
         self._is_blind[plan.given_up_slots] = True
+        return blind_block_ids
 
     def _drop(self, slots: list[int]) -> None:
         self._held.drop(slots)

@@ -1,5 +1,6 @@
 """What every proposer answers to, and what it hands to verification."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +20,7 @@ class Drafts:
     num_tokens: np.ndarray  # [num_seqs] int64: 0 <= num_tokens <= the plan's num_draft_tokens
     probs: torch.Tensor | None = None  # [num_seqs, k, vocab_size] fp32 the drafts were drawn from; None: one-hot
     acceptance: np.ndarray | None = None  # [num_seqs, k] fp64: probability that each is kept, given all before it
+    blind_block_ids: Sequence[int] = ()  # hit by the plan's admissions, and not to be drafted from
 
     @staticmethod
     def none(num_seqs: int) -> "Drafts":

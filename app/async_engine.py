@@ -28,7 +28,7 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineStalledError(RuntimeError):
-    """Work is pending, and no step has finished for longer than the limit."""
+    """Work is pending, and neither a step nor a call has finished for longer than the limit."""
 
 
 class AsyncEngine:
@@ -100,9 +100,16 @@ class AsyncEngine:
         """
         await self._call(lambda: self._engine.set_num_speculative_tokens(num))
 
+    @property
+    def stop_reason(self) -> EngineDeadError | EngineStalledError | None:
+        """Why nothing is to be expected any more; None while the engine runs."""
+        return self._stopped
+
     def check_health(self) -> None:
         """Raises where no answer is to be expected: what the executor raises for a lost rank, EngineDeadError, or
         EngineStalledError.
+
+        The engine ends its ranks when it stops, and the executor then speaks of that end: see `stop_reason`.
         """
         self._engine.executor.check_health()
         if self._stopped is not None:
@@ -118,8 +125,10 @@ class AsyncEngine:
         self._thread.join(timeout=self._stall_limit_s)
 
     def _stall(self) -> EngineStalledError | None:
+        if not self._busy:  # read first: the step thread sets it after the time that is read next
+            return None
         age = time.monotonic() - self._last_progress
-        if not self._busy or age <= self._stall_limit_s:
+        if age <= self._stall_limit_s:
             return None
         return EngineStalledError(f"work is pending, and no step has finished for {age:.0f} s")
 
@@ -174,6 +183,7 @@ class AsyncEngine:
                 return False
             if idle:
                 self._last_progress = time.monotonic()
+                self._busy = True  # a call may ask a rank, and hang with it
             call.run()
 
     def _stop(self, reason: EngineDeadError | EngineStalledError) -> None:
@@ -181,9 +191,11 @@ class AsyncEngine:
         self._stopped = self._stopped or reason
         for stream in self._streams.values():
             stream.fail(reason)
-        while not self._inbox.empty():
-            if (call := self._inbox.get()) is not None:
-                call.future.set_exception(reason)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (call := self._inbox.get_nowait()) is not None:
+                    call.future.set_exception(reason)
+        self._inbox.put(None)  # a step thread that comes back has nothing left to do
 
     def _dispatch(self, deltas: list[SequenceDelta]) -> None:
         by_request: dict[str, list[SequenceDelta]] = defaultdict(list)

@@ -1,6 +1,7 @@
 """The engine behind an event loop: streams, cancellation, failure and health."""
 
 import asyncio
+import threading
 import time
 from dataclasses import replace
 
@@ -127,6 +128,48 @@ async def test_health_means_progress(engine):
     await asyncio.sleep(0.5)
     with pytest.raises(EngineStalledError):
         engine.check_health()
+
+
+async def test_a_rank_that_hangs_while_nothing_runs_is_given_up(engine):
+    """Looking at the numbers is all that an idle engine asks of its rank."""
+    ended = threading.Event()
+    executor = engine.engine.executor
+    shutdown = executor.shutdown
+
+    def hang() -> dict[str, float]:
+        assert ended.wait(timeout=20)
+        raise RuntimeError("the rank was killed")
+
+    executor.stats, executor.shutdown = hang, lambda: (ended.set(), shutdown())
+    await asyncio.sleep(0.7)
+    engine.check_health()
+    looking = asyncio.ensure_future(engine.stats())
+    await asyncio.sleep(0.1)
+    asking = asyncio.ensure_future(collect(engine, GenerationRequest("behind it", PROMPT, GREEDY)))
+    with pytest.raises(EngineStalledError, match="no step has finished for"):
+        await asyncio.wait_for(asking, timeout=5)
+    with pytest.raises(RuntimeError, match="the rank was killed"):
+        await asyncio.wait_for(looking, timeout=5)
+    with pytest.raises(EngineStalledError):
+        engine.check_health()
+
+
+async def test_a_step_that_comes_back_after_it_was_given_up_is_the_last(engine):
+    submit, num_steps = engine.engine.executor.submit, 0
+
+    def slow(plan):
+        nonlocal num_steps
+        num_steps += 1
+        time.sleep(0.8)
+        return submit(plan)
+
+    engine.engine.executor.submit = slow
+    with pytest.raises(EngineStalledError):
+        await collect(engine, GenerationRequest("slow", PROMPT, ENDLESS))
+    assert isinstance(engine.stop_reason, EngineStalledError)
+    await asyncio.to_thread(engine._thread.join, 5.0)
+    assert not engine._thread.is_alive()
+    assert num_steps == 1
 
 
 async def test_many_early_cancels_leave_nothing_behind(engine):

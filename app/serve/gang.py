@@ -24,6 +24,9 @@ from app.worker_loader import LoadedModel
 
 logger = logging.getLogger("ray.serve")
 
+JOIN_SHARE = 0.8
+"""Of `boot_timeout_s`, for ranks to meet: one that hears nobody says so before it is given up."""
+
 
 class Gang:
     """An executor over rank actors: every one gets each plan, in order; rank 0 answers.
@@ -92,8 +95,7 @@ def _introduce(
     limit_s = config.boot_timeout_s
     rendezvous = _await([ranks[0].open_store.remote()], "rank 0 to start", limit_s)[0]
     joins = [
-        rank.join.remote(rendezvous, num, limit_s, config.step_timeout_s)
-        for rank, num in zip(ranks, num_on_host, strict=True)
+        rank.join.remote(rendezvous, num, JOIN_SHARE * limit_s) for rank, num in zip(ranks, num_on_host, strict=True)
     ]
     addresses = _await(joins, f"{len(ranks)} ranks to meet at {rendezvous.host}:{rendezvous.port}", limit_s)
     logger.info("Ranks 0 to %d have met after %.1f s: %s", len(ranks) - 1, time.monotonic() - start, addresses)

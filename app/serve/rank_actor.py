@@ -58,7 +58,7 @@ class RankActor:
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return Rendezvous(host, self._store.port)
 
-    def join(self, rendezvous: Rendezvous, num_ranks_on_host: int, timeout_s: float, step_timeout_s: float) -> str:
+    def join(self, rendezvous: Rendezvous, num_ranks_on_host: int, timeout_s: float) -> str:
         """Meets the other ranks within `timeout_s`, and proves by known sums that they hear each other.
 
         Returns the node's address. Raises RuntimeError where a rank is missing or adds up wrongly.
@@ -66,12 +66,12 @@ class RankActor:
         address = ray.util.get_node_ip_address()
         for variable in INTERFACE_VARIABLES:
             os.environ.setdefault(variable, interface_of(address))
-        if self._store is None:
-            limit = timedelta(seconds=timeout_s)
-            self._store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
-        self._store.set_timeout(timedelta(seconds=timeout_s))
+        limit = timedelta(seconds=timeout_s)
         try:
-            self._connect(timedelta(seconds=max(timeout_s, step_timeout_s)))
+            if self._store is None:
+                self._store = dist.TCPStore(rendezvous.host, rendezvous.port, is_master=False, timeout=limit)
+            self._store.set_timeout(limit)
+            self._connect(limit)
         except RuntimeError as error:
             interfaces = " and ".join(dict.fromkeys(os.environ[variable] for variable in INTERFACE_VARIABLES))
             raise RuntimeError(

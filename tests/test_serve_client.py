@@ -192,6 +192,7 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
         [[ActorDiedError()], DELTAS],
         [[DEAD], [DEAD], [DEAD], DELTAS],
         [[DEAD], [LOST], [DEAD], DELTAS],
+        [[LOST], [DEAD], [ActorDiedError()], [DEAD], [ActorDiedError()], DELTAS],
     ],
 )
 async def test_a_request_of_which_nothing_was_passed_on_is_sent_again(scripts: list[list[Any]]) -> None:
@@ -208,6 +209,14 @@ async def test_a_request_is_not_lost_twice() -> None:
     handle = FakeHandle([LOST], [LOST], DELTAS)
     with pytest.raises(EngineUnavailableError, match="the step loop failed"):
         await collect(handle)
+    assert len(handle.requests) == 2
+
+
+@pytest.mark.usefixtures("_no_pause")
+async def test_a_request_that_was_begun_twice_is_not_begun_again() -> None:
+    handle = FakeHandle([LOST], [DELTAS[0], ActorDiedError()], DELTAS)
+    with pytest.raises(EngineUnavailableError, match="the replica that held this request is gone"):
+        await collect(handle, replace(REQUEST, streamed=False))
     assert len(handle.requests) == 2
 
 
@@ -229,3 +238,5 @@ async def test_an_answer_that_is_waited_for_whole_is_begun_again() -> None:
 async def test_nobody_waits_beyond_the_limit_for_a_replica() -> None:
     with pytest.raises(EngineUnavailableError, match="the engine has ended"):
         await collect(FakeHandle([DEAD]), retry_limit_s=0.2)
+    with pytest.raises(EngineUnavailableError, match="is gone"):
+        await collect(FakeHandle([LOST], [ActorDiedError()]), retry_limit_s=0.2)

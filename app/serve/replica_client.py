@@ -25,9 +25,9 @@ RETRY_PERIOD_S = 0.5
 
 
 class _LostError(Exception):
-    """A replica ended, with the request in it or before it came."""
+    """A replica ended, with the request in it or before it came; None where that is not known."""
 
-    def __init__(self, message: str, held_request: bool) -> None:
+    def __init__(self, message: str, held_request: bool | None) -> None:
         super().__init__(message)
         self.held_request = held_request
 
@@ -35,8 +35,10 @@ class _LostError(Exception):
 class ReplicaClient:
     """Streams from whichever replica Serve picks.
 
-    A request whose replica is lost before anything of its answer was passed on is sent once more. Serve may lose a
-    cancellation, so the ids of requests that are closed early are also told to every replica, several at a time.
+    A request whose replica is lost before anything of its answer was passed on is sent once more; a replica that never
+    began it does not count, nor does, once it is being sent again, one whose process goes before the first item. Serve
+    may lose a cancellation, so the ids of requests that are closed early are also told to every replica, several at a
+    time.
     """
 
     def __init__(self, handle: DeploymentHandle, retry_limit_s: float) -> None:
@@ -68,20 +70,22 @@ class ReplicaClient:
                 return
             except _LostError as lost:
                 may_wait = not passed_on and time.monotonic() < deadline
-                if not may_wait or (lost.held_request and not may_send_again):
+                held_request = may_send_again if lost.held_request is None else lost.held_request
+                if not may_wait or (held_request and not may_send_again):
                     raise EngineUnavailableError(str(lost)) from lost
-                may_send_again = may_send_again and not lost.held_request
+                may_send_again = may_send_again and not held_request
                 logger.warning("Request %s is sent again: %s", request.request_id, lost)
             await asyncio.sleep(RETRY_PERIOD_S)
 
     async def _attempt(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
         stream = cast(DeploymentResponseGenerator, self._streaming.generate.remote(request))
-        ended = False
+        ended, has_begun = False, False
         try:
             async for item in stream:
                 if isinstance(item, Refused):
                     ended = True
                     raise _error_of(item)
+                has_begun = True
                 yield item
             ended = True
         except BackPressureError as error:
@@ -92,7 +96,8 @@ class ReplicaClient:
             raise EngineUnavailableError(f"no replica runs, and none is on its way: {error}") from error
         except RayActorError as error:
             ended = True
-            raise _LostError("the replica that held this request is gone; send it again", True) from error
+            message = "the replica that held this request is gone; send it again"
+            raise _LostError(message, held_request=True if has_begun else None) from error
         finally:
             if not ended:
                 stream.cancel()

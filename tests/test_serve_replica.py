@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, RayActorError
 
 from app.config import AppConfig
 from app.engine.outputs import GenerationRequest, SequenceDelta
@@ -186,6 +187,21 @@ async def test_health_is_the_engines(engine: StubEngine, make_replica: ReplicaFa
     engine.failure = RuntimeError("work is pending, and no step has finished for 61 s")
     with pytest.raises(RuntimeError, match="no step has finished"):
         await replica.check_health()
+
+
+async def test_why_the_engine_ended_its_ranks_is_said_before_their_end(
+    engine: StubEngine, make_replica: ReplicaFactory
+) -> None:
+    replica = await make_replica()
+    engine.failure = ActorDiedError()
+    with pytest.raises(ActorDiedError):
+        await replica.check_health()
+    assert (await collect(replica, request()))[0][0].message.startswith("the engine has ended: The actor died")
+    engine.stop_reason = RuntimeError("the step loop failed: out of memory")
+    with pytest.raises(RayActorError, match=r"^the step loop failed: out of memory; then: The actor died"):
+        await replica.check_health()
+    expected = Refused("dead", "the engine has ended: the step loop failed: out of memory")
+    assert await collect(replica, request()) == [[expected]]
 
 
 async def test_requests_are_metered_by_how_they_end(

@@ -9,6 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ray.exceptions import RayActorError
+
 from app.config import AppConfig, UserConfig
 from app.config_errors import starts_with_field
 from app.engine.outputs import GenerationRequest, SequenceDelta
@@ -16,6 +18,7 @@ from app.engine.sampling_params import SamplingParams
 from app.serve.autoscaling import load_of
 from app.serve.messages import ModelDescription, Refused
 from app.serve.metrics import ReplicaMetrics
+from app.serve.package_logs import log_with_serve
 from app.serve.stats_reporter import StatsReporter
 
 logger = logging.getLogger("ray.serve")
@@ -35,6 +38,9 @@ class Engine(Protocol):
     async def stats(self) -> dict[str, Any]: ...
 
     async def set_num_speculative_tokens(self, num: int) -> None: ...
+
+    @property
+    def stop_reason(self) -> Exception | None: ...
 
     def check_health(self) -> None: ...
 
@@ -81,6 +87,7 @@ class TargetReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: AppConfig, engine_factory: EngineFactory = load_engine
     ) -> None:
+        log_with_serve()
         self._config = config
         self._open: dict[str, _OpenRequest] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()
@@ -168,8 +175,16 @@ class TargetReplica:
         return load_of(self._reporter.latest if self._reporter is not None else {})
 
     async def check_health(self) -> None:
-        """Serve's question, also the ingress's; raises where work is pending and no step finishes."""
-        self._running_engine.check_health()
+        """Serve's question, also the ingress's; raises where work is pending and no step finishes.
+
+        Serve replaces a replica at once for Ray's error alone, and shows its text and not its cause.
+        """
+        try:
+            self._running_engine.check_health()
+        except RayActorError as error:
+            if (reason := self._running_engine.stop_reason) is None:
+                raise
+            raise RayActorError(error.actor_id, f"{reason}; then: {error}") from reason
 
     def __del__(self) -> None:
         if self._sweeper is not None:
@@ -188,7 +203,7 @@ class TargetReplica:
         try:
             self._running_engine.check_health()
         except Exception as error:  # Serve learns of it at its next check, and sends requests until then
-            return Refused("dead", f"the engine has ended: {error}")
+            return Refused("dead", f"the engine has ended: {self._running_engine.stop_reason or error}")
         if request.request_id in self._open:
             return Refused("invalid", f"request_id {request.request_id!r} is in use: choose another")
         num_sequences = sum(entry.num_sequences for entry in self._open.values())

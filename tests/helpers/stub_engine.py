@@ -38,6 +38,7 @@ class StubEngine:
         self.aborted: list[str] = []
         self.num_speculative_tokens = 4
         self.failure: Exception | None = None  # of the engine, for good
+        self.stop_reason: Exception | None = None
         self.refusal: Exception | None = None  # of requests
         self.was_shut_down = False
         self.counts: dict[str, Any] = dict(IDLE_STATS)

@@ -71,6 +71,11 @@ class AppConfig(EngineConfig):
     @model_validator(mode="after")
     def _a_bundle_a_rank(self) -> Self:
         bundles, size = self.deployment_config.placement_group_bundles, self.tensor_parallel_size
+        if bundles is not None and size == 1 and not self.has_draft_actor:
+            raise ValueError(
+                f"deployment_config.placement_group_bundles is {bundles}, and one rank without a draft actor has no "
+                "placement group: leave it out, and use ray_actor_options"
+            )
         if bundles is not None and len(bundles) != size:
             raise ValueError(
                 f"deployment_config.placement_group_bundles is {len(bundles)} bundles long, and tensor_parallel_size "

@@ -64,7 +64,7 @@ def _placement(args: AppConfig) -> dict[str, Any]:
         return {"ray_actor_options": rank_options(args, has_gpus)}
     bundles, strategy = rank_bundles(args, has_gpus), args.deployment_config.placement_group_strategy
     if nodes and not args.deployment_config.wait_for_nodes:
-        check_placeable(bundles, strategy, nodes)
+        check_placeable(bundles, strategy, nodes, _least_replicas(args))
     runtime_env = args.deployment_config.ray_actor_options.runtime_env
     replica = {"num_cpus": 0, **({"runtime_env": runtime_env} if runtime_env else {})}
     if args.tensor_parallel_size == 1:
@@ -74,6 +74,10 @@ def _placement(args: AppConfig) -> dict[str, Any]:
         "placement_group_bundles": bundles,
         "placement_group_strategy": strategy,
     }
+
+
+def _least_replicas(args: AppConfig) -> int:
+    return args.deployment_config.num_replicas or max(args.autoscaling_config.min_replicas, 1)
 
 
 def _max_replicas(args: AppConfig) -> int:

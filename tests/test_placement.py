@@ -3,6 +3,7 @@
 import pytest
 
 from app.config import AppConfig
+from app.main import build
 from app.serve.host_interface import interface_of
 from app.serve.placement import (
     check_placeable,
@@ -56,6 +57,32 @@ def test_bundles_that_do_not_fit_the_ranks_are_refused(deployment, message):
         config(2, **deployment)
 
 
+def test_a_bundle_without_a_placement_group_is_refused():
+    with pytest.raises(
+        ValueError, match=r"placement_group_bundles is .*one rank without a draft actor has no placement"
+    ):
+        config(1, placement_group_bundles=[CPU])
+    assert drafting(1, placement_group_bundles=[{"CPU": 2.0}]) is not None
+
+
+@pytest.mark.parametrize(
+    ("bundles", "options", "message"),
+    [
+        (
+            [CPU, CPU],
+            {"num_cpus": 2},
+            r"bundles\[0\] is 1 CPU, and a rank asks for 2 CPU: raise the first, or lower ray_",
+        ),
+        ([{"CPU": 2.0}, CPU], {"num_cpus": 2}, r"bundles\[1\] is 1 CPU, and a rank asks for 2 CPU"),
+        ([GPU, GPU], {"num_gpus": 2}, r"bundles\[0\] is 1 CPU, 1 GPU, and a rank asks for 1 CPU, 2 GPU"),
+        ([CPU, CPU], {"resources": {"fast_net": 1}}, r"a rank asks for 1 CPU, 1 fast_net"),
+    ],
+)
+def test_a_bundle_that_is_too_small_for_its_rank_is_refused(bundles, options, message):
+    with pytest.raises(ValueError, match=message):
+        rank_bundles(config(2, placement_group_bundles=bundles, ray_actor_options=options), has_gpus=True)
+
+
 @pytest.mark.parametrize(
     ("bundles", "strategy", "nodes"),
     [
@@ -65,6 +92,9 @@ def test_bundles_that_do_not_fit_the_ranks_are_refused(deployment, message):
         ([GPU] * 16, "PACK", [GPU_NODE, GPU_NODE, LAPTOP]),
         ([GPU] * 8, "STRICT_PACK", [LAPTOP, GPU_NODE]),
         ([CPU] * 4, "SPREAD", [LAPTOP, LAPTOP]),
+        ([CPU, {"CPU": 4.0}], "PACK", [{"CPU": 4.0}, {"CPU": 1.0}]),
+        ([CPU, {"CPU": 4.0}], "STRICT_SPREAD", [{"CPU": 4.0}, {"CPU": 1.0}]),
+        ([CPU, GPU], "STRICT_SPREAD", [{"CPU": 1.0, "GPU": 1.0}, {"CPU": 8.0}]),
     ],
 )
 def test_bundles_that_fit_lack_nothing(bundles, strategy, nodes):
@@ -85,6 +115,36 @@ def test_what_is_missing_is_said(bundles, strategy, nodes, words):
     assert words in missing(bundles, strategy, nodes)
     with pytest.raises(ValueError, match=r"the cluster can not hold .*wait_for_nodes"):
         check_placeable(bundles, strategy, nodes)
+
+
+def test_every_replica_needs_its_bundles():
+    assert missing([CPU] * 2, "STRICT_SPREAD", [LAPTOP] * 2, num_replicas=2) == ""
+    short = missing([CPU] * 2, "PACK", [LAPTOP] * 2, num_replicas=3)
+    assert short.startswith("3 x 2 bundles of 1 CPU are needed, and 2 nodes with ")
+    assert short.endswith("hold 4")
+    check_placeable([CPU] * 2, "PACK", [LAPTOP] * 2, 2)
+    with pytest.raises(
+        ValueError, match=r"asks for 3 replicas, and the cluster can not hold them: 3 x 2 .*; lower num"
+    ):
+        check_placeable([CPU] * 2, "PACK", [LAPTOP] * 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("deployment", "num"),
+    [
+        ({"num_replicas": 3}, 3),
+        ({"autoscaling_config": {"min_replicas": 2}}, 2),
+        ({"autoscaling_config": {"min_replicas": 0}}, 1),
+    ],
+)
+def test_building_counts_the_replicas_that_there_are_to_be(monkeypatch, deployment, num):
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0 * num}}])
+    assert build(config(2, **deployment)) is not None
+    monkeypatch.setattr("ray.nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0 * num - 1}}])
+    with pytest.raises(ValueError, match="the cluster can not hold"):
+        build(config(2, **deployment))
+    assert build(config(2, wait_for_nodes=True, **deployment)) is not None
 
 
 def test_ranks_begin_on_the_replicas_own_node_and_neighbours_share_one():

@@ -11,15 +11,18 @@ from ray.serve.handle import DeploymentHandle
 
 from app.config import AppConfig
 from app.serve.messages import ModelDescription
-from app.serve.pending import await_replica
+from app.serve.package_logs import log_with_serve
+from app.serve.pending import watch_replicas
 from app.serve.replica_client import ReplicaClient
 
 
 @serve.ingress()
 class Ingress:
     def __init__(self, target: DeploymentHandle, config: AppConfig) -> None:
+        log_with_serve()
         self._target = target
         self._config = config
+        self._watch: asyncio.Task[None] | None = None
 
     async def __serve_build_asgi_app__(self) -> FastAPI:
         """The application, once a replica has loaded its model and can say what that is."""
@@ -28,10 +31,12 @@ class Ingress:
         from app.api.router import build_app
         from models.tokenizer import load_tokenizer
 
+        app_name, deployment_name = serve.get_replica_context().app_name, self._target.deployment_name
+        self._watch = asyncio.create_task(watch_replicas(self._config, app_name, deployment_name))
         # A folder's tokenizer is read while the replica loads its weights; what is no folder yet, the replica fetches.
         folder = Path(self._config.model)
         tokenizer = await asyncio.to_thread(load_tokenizer, folder) if folder.is_dir() else None
-        description: ModelDescription = await await_replica(self._target.describe.remote(), self._config)
+        description: ModelDescription = await self._target.describe.remote()
         if tokenizer is None:
             tokenizer = await asyncio.to_thread(load_tokenizer, description.folder)
         card = ModelCard(

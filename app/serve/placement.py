@@ -52,20 +52,28 @@ def first_rank_options(config: AppConfig, has_gpus: bool) -> dict[str, Any]:
 def rank_bundles(config: AppConfig, has_gpus: bool) -> list[Resources]:
     """The placement group of a replica with several processes, rank 0's bundle first.
 
-    Raises ValueError where that is given, and too small for the draft actor that is to be in it.
+    Raises ValueError where that is given, and a bundle is too small for what is to be in it.
     """
-    given, rank = config.deployment_config.placement_group_bundles, rank_options(config, has_gpus)
-    if not config.has_draft_actor:
-        return given if given is not None else [bundle_of(rank)] * config.tensor_parallel_size
-    num_cpus = rank["num_cpus"] + draft_actor_options(config, has_gpus)["num_cpus"]
-    if given is not None:
-        if given[0].get("CPU", 0) < num_cpus:
+    given, size = config.deployment_config.placement_group_bundles, config.tensor_parallel_size
+    if given is None:
+        return [_needed_in_bundle(config, index, has_gpus) for index in range(size)]
+    for index, bundle in enumerate(given):
+        needed, has_drafter = _needed_in_bundle(config, index, "GPU" in bundle), config.has_draft_actor and index == 0
+        if not _fits(needed, bundle):
             raise ValueError(
-                f"deployment_config.placement_group_bundles begins with {describe(given[0])}, and rank 0 and its draft "
-                f"actor ask for {num_cpus:g} CPU: raise the first, or lower ray_actor_options and draft_actor_options"
+                f"deployment_config.placement_group_bundles[{index}] is {describe(bundle)}, and "
+                f"{'rank 0 and its draft actor ask' if has_drafter else 'a rank asks'} for {describe(needed)}: raise "
+                f"the first, or lower ray_actor_options{' and draft_actor_options' * has_drafter}"
             )
-        return given
-    return [bundle_of({**rank, "num_cpus": num_cpus}), *[bundle_of(rank)] * (config.tensor_parallel_size - 1)]
+    return given
+
+
+def _needed_in_bundle(config: AppConfig, index: int, has_gpus: bool) -> Resources:
+    """The first is rank 0's, which is where a draft actor goes."""
+    options = rank_options(config, has_gpus)
+    if index == 0 and config.has_draft_actor:
+        options["num_cpus"] += draft_actor_options(config, has_gpus)["num_cpus"]
+    return bundle_of(options)
 
 
 def bundle_of(options: dict[str, Any]) -> Resources:
@@ -77,8 +85,10 @@ def bundle_of(options: dict[str, Any]) -> Resources:
     return {name: float(amount) for name, amount in bundle.items() if amount}
 
 
-def check_placeable(bundles: Sequence[Resources], strategy: str, nodes: Sequence[Resources]) -> None:
-    """Raises ValueError, saying what is missing, where `nodes` could not hold the bundles even with nothing on them."""
+def check_placeable(
+    bundles: Sequence[Resources], strategy: str, nodes: Sequence[Resources], num_replicas: int = 1
+) -> None:
+    """Raises ValueError, saying what is missing, where `nodes` with nothing on them could not hold the replicas."""
     short = missing(bundles, strategy, nodes)
     if short and len(bundles) == 1:
         raise ValueError(
@@ -90,34 +100,45 @@ def check_placeable(bundles: Sequence[Resources], strategy: str, nodes: Sequence
             f"tensor_parallel_size is {len(bundles)}, and the cluster can not hold its ranks: {short}; lower it, add "
             "nodes, or set deployment_config.wait_for_nodes where they are on their way"
         )
+    short = missing(bundles, strategy, nodes, num_replicas)
+    if short:
+        raise ValueError(
+            f"deployment_config asks for {num_replicas} replicas, and the cluster can not hold them: {short}; lower "
+            "num_replicas or autoscaling_config.min_replicas, add nodes, or set wait_for_nodes where they are on their "
+            "way"
+        )
 
 
-def missing(bundles: Sequence[Resources], strategy: str, nodes: Sequence[Resources]) -> str:
-    """What the nodes lack to hold the bundles, in words; empty where they lack nothing.
+def missing(bundles: Sequence[Resources], strategy: str, nodes: Sequence[Resources], num_replicas: int = 1) -> str:
+    """What the nodes lack to hold the bundles of every replica, in words; empty where they lack nothing.
 
-    Bundles are put where they fit first, as Ray does for those that are alike.
+    Of each replica the largest bundle comes first, and goes to the node where it leaves the least.
     """
     if strategy == "STRICT_PACK":
         bundles = [{name: sum(b.get(name, 0) for b in bundles) for name in {name for b in bundles for name in b}}]
     free, num_placed = [dict(node) for node in nodes], 0
     unplaced = None
-    for bundle in bundles:
-        node = next((node for node in free if _fits(bundle, node)), None)
-        if node is None:
-            unplaced = unplaced or bundle
-            continue
-        num_placed += 1
-        for name, amount in bundle.items():
-            node[name] -= amount
-        if strategy == "STRICT_SPREAD":
-            free.remove(node)
+    for _ in range(num_replicas):
+        used: set[int] = set()
+        for bundle in sorted(bundles, key=_size, reverse=True):
+            fitting = [i for i, node in enumerate(free) if i not in used and _fits(bundle, node)]
+            if not fitting:
+                unplaced = unplaced or bundle
+                continue
+            num_placed += 1
+            tightest = min(fitting, key=lambda i: _size(free[i]))
+            for name, amount in bundle.items():
+                free[tightest][name] -= amount
+            if strategy == "STRICT_SPREAD":
+                used.add(tightest)
     if unplaced is None:
         return ""
     wanted = {"STRICT_PACK": " on one node", "STRICT_SPREAD": ", each on a node of its own"}.get(strategy, "")
     return (
-        f"{len(bundles)} bundle{'s' * (len(bundles) > 1)} of {describe(unplaced)}{wanted} "
-        f"{'are' if len(bundles) > 1 else 'is'} needed, and {len(nodes)} node{'s' * (len(nodes) != 1)} with "
-        f"{'; '.join(describe(node) for node in nodes) or 'nothing'} hold {num_placed}"
+        f"{f'{num_replicas} x ' * (num_replicas > 1)}{len(bundles)} bundle{'s' * (len(bundles) > 1)} of "
+        f"{describe(unplaced)}{wanted} {'are' if num_replicas * len(bundles) > 1 else 'is'} needed, and {len(nodes)} "
+        f"node{'s' * (len(nodes) != 1)} with {'; '.join(describe(node) for node in nodes) or 'nothing'} hold "
+        f"{num_placed}"
     )
 
 
@@ -135,3 +156,7 @@ def order_of_ranks(node_of_bundle: Sequence[str], first_node: str) -> list[int]:
 
 def _fits(bundle: Resources, node: Resources) -> bool:
     return all(node.get(name, 0) >= amount for name, amount in bundle.items())
+
+
+def _size(resources: Resources) -> tuple[float, float, float]:
+    return resources.get("GPU", 0), resources.get("CPU", 0), resources.get("memory", 0)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.recovery import TIME_TO_RECOVER
 from tests.helpers.tiny_models import make_tiny_checkpoint
 
 os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -19,6 +20,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("cluster",))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have recorded of the time that the server takes to recover, in whichever worker."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == TIME_TO_RECOVER:
+                terminalreporter.write_line(f"{name}: {value}")
 
 
 @pytest.fixture(scope="session", autouse=True)

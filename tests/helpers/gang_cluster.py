@@ -1,12 +1,12 @@
 """Several Ray nodes on this machine with an application of two ranks, and what faults do to them."""
 
 import json
+import os
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,17 @@ class GangCluster:
 
     def __init__(self, num_workers: int) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="forerun-", dir="/tmp"))  # short: Ray makes sockets below it
+        self._ray_folder = self._folder / "ray"
+        self._ray_folder.mkdir()
+        self._tmpdir = os.environ.get("RAY_TMPDIR")
+        os.environ["RAY_TMPDIR"] = str(self._folder)  # Ray writes the address of its newest cluster there, too
         self.cluster = Cluster(
             initialize_head=True,
             head_node_args={
                 "num_cpus": 0,
                 "resources": {"head": 1},
                 "include_dashboard": False,
-                "temp_dir": str(self._folder),
+                "temp_dir": str(self._ray_folder),
                 "_system_config": QUICK_TO_MISS_A_NODE,
             },
         )
@@ -83,6 +87,11 @@ class GangCluster:
         replicas: list[dict[str, Any]] = httpx.get(f"{self.url(app)}/stats", timeout=20).json()["replicas"]
         return replicas
 
+    def log(self, deployment: str, app: str = "app") -> str:
+        """What the replicas of a deployment have said, those that are gone included."""
+        files = self._ray_folder.glob(f"session_2*/logs/serve/replica_{app}_{deployment}_*.log")
+        return "\n".join(file.read_text(errors="replace") for file in files)
+
     def num_placement_groups(self) -> int:
         return sum(group["state"] in ("CREATED", "PENDING") for group in placement_group_table().values())
 
@@ -90,6 +99,10 @@ class GangCluster:
         serve.shutdown()
         ray.shutdown()
         self.cluster.shutdown()
+        if self._tmpdir is None:
+            del os.environ["RAY_TMPDIR"]
+        else:
+            os.environ["RAY_TMPDIR"] = self._tmpdir
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -124,13 +137,6 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 60.0, what: str = ""
             error = raised
         time.sleep(0.1)
     raise AssertionError(f"{what or condition} did not come about within {limit_s:g} s; last error: {error!r}")
-
-
-@contextmanager
-def timed(figures: dict[str, float], name: str) -> Iterator[None]:
-    start = time.monotonic()
-    yield
-    figures[name] = time.monotonic() - start
 
 
 def is_alive(pid: int) -> bool:

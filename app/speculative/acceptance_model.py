@@ -42,8 +42,8 @@ class AcceptanceModel:
         slots, accepted, tried = slots[judged], accepted[judged], tried[judged]
         self._tried[slots] = self._tried[slots] * DECAY + tried
         self._accepted[slots] = self._accepted[slots] * DECAY + accepted
-        # Sequences of one step are one draw each, so forgetting is by draws, not by steps.
-        decay = DECAY ** (len(slots) / 4)
+        # Sequences of one step are one draw each, so forgetting is by draws; but a step of few is a step.
+        decay = DECAY ** max(len(slots) / 4, 1.0)
         self._all_tried = self._all_tried * decay + tried.sum(axis=0)
         self._all_accepted = self._all_accepted * decay + accepted.sum(axis=0)
 

@@ -72,6 +72,13 @@ def test_it_never_sits_more_than_two_per_cent_below_plain_decoding(name):
     assert scripted.run(1000, controller) >= 0.98 * expected_rate(scripted, 0)
 
 
+@pytest.mark.parametrize("name", MACHINES)
+def test_a_fresh_servers_first_answer_costs_no_more(name):
+    """Of 128 steps from the start on, explorations and first drafts included."""
+    rates = [scripted.run(128, scripted.controller()) for scripted in (machine(name, seed) for seed in range(8))]
+    assert np.mean(rates) >= 0.975 * expected_rate(machine(name), 0)
+
+
 @pytest.mark.parametrize("acceptance", [0.1, 0.4])
 @pytest.mark.parametrize("num_seqs", [1, 8, 32])
 def test_lookup_that_finds_something_now_and_then_does_not_lose(num_seqs, acceptance):

@@ -1,7 +1,9 @@
 """Drafts of MTP modules equal the report's equations at every step of random schedules, and no schedule loses any."""
 
+import functools
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +27,13 @@ class Schedule:
     max_num_seqs: int = 4
     num_blocks: int | None = None  # None: enough for all
     pauses: bool = False  # drafting is turned off and on again, and some requests never want it
+    architecture: str = "deepseek_v3"
+    hidden_is_normed: bool = True
+    recycled_is_normed: bool = True
+
+    @property
+    def states(self) -> dict[str, bool]:
+        return {"hidden_is_normed": self.hidden_is_normed, "recycled_is_normed": self.recycled_is_normed}
 
 
 SCHEDULES = {
@@ -40,6 +49,9 @@ SCHEDULES = {
     "three modules, preempted, in chunks": Schedule(
         3, 4, block_size=4, max_num_batched_tokens=11, max_num_seqs=6, num_blocks=16, pauses=True
     ),
+    "YaRN": Schedule(2, 3, max_num_batched_tokens=19, architecture="deepseek_v3_yarn"),
+    "one module, states before the norms": Schedule(1, 3, hidden_is_normed=False, recycled_is_normed=False),
+    "two modules, the target's states before the norm": Schedule(2, 5, hidden_is_normed=False),
 }
 
 
@@ -67,20 +79,26 @@ def make_engine(folder, schedule: Schedule, **fields) -> LLMEngine:
         block_size=schedule.block_size,
         max_num_seqs=schedule.max_num_seqs,
         max_num_batched_tokens=schedule.max_num_batched_tokens,
-        speculative_config={"method": "mtp", "num_speculative_tokens": schedule.k},
+        speculative_config={"method": "mtp", "num_speculative_tokens": schedule.k, **schedule.states},
         **sizes | fields,
     )
 
 
-@pytest.fixture(scope="module")
-def continuations(tiny_checkpoint) -> list[list[int]]:
-    """Of the prompts, greedy, alone and plain: the same whatever modules stand behind the target."""
+@functools.cache
+def continuations_of(folder: Path) -> list[list[int]]:
+    """Of the prompts, greedy, alone and plain."""
     engine = LLMEngine(
-        model=str(tiny_checkpoint("deepseek_v3")), dtype="float32", device="cpu", progress=False,
+        model=str(folder), dtype="float32", device="cpu", progress=False,
         max_model_len=MAX_MODEL_LEN, max_num_seqs=1, enable_prefix_caching=False,
     )  # fmt: skip
     outputs = engine.generate(PROMPTS, params(), use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def continuations(tiny_checkpoint) -> list[list[int]]:
+    """The same whatever modules stand behind the target."""
+    return continuations_of(tiny_checkpoint("deepseek_v3"))
 
 
 def params(**fields) -> SamplingParams:
@@ -129,9 +147,10 @@ def _add(engine: LLMEngine, index: int, schedule: Schedule, rng: np.random.Gener
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_draft_logits_are_those_of_the_equations(name, continuations, tiny_checkpoint, monkeypatch):
+def test_draft_logits_are_those_of_the_equations(name, tiny_checkpoint, monkeypatch):
     schedule, seed = SCHEDULES[name], list(SCHEDULES).index(name)
-    folder = tiny_checkpoint("deepseek_v3", num_nextn_predict_layers=schedule.num_modules)
+    continuations = continuations_of(tiny_checkpoint(schedule.architecture))
+    folder = tiny_checkpoint(schedule.architecture, num_nextn_predict_layers=schedule.num_modules)
     recorder = DraftRecorder(monkeypatch, mixed_script(continuations, seed))
     engine, rng = make_engine(folder, schedule), np.random.default_rng(seed)
     for _ in range(2):  # the second time from the prefix cache
@@ -141,6 +160,6 @@ def test_draft_logits_are_those_of_the_equations(name, continuations, tiny_check
     assert 0 < stats["num_accepted"] < stats["num_drafted"] == len(recorder.steps)
     assert stats["num_prefix_hit_tokens"] > 0
     assert (stats["num_preemptions"] > 0) == (schedule.num_blocks is not None)
-    differences = recorder.differences(MTPReference(folder))
+    differences = recorder.differences(MTPReference(folder, **schedule.states))
     assert {len_drafts for _, len_drafts in differences} == set(range(schedule.k))
     assert {place: value for place, value in differences.items() if value > TOLERANCE} == {}

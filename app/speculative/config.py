@@ -161,6 +161,12 @@ class MTPConfig(_MethodConfig):
 
     method: Literal["mtp"]
     max_num_speculative_tokens: DraftCount = Field(3, description="The most that auto may choose.")
+    hidden_is_normed: bool = Field(
+        True, description="The first module is given the target's hidden states after its final norm, not before it."
+    )
+    recycled_is_normed: bool = Field(
+        True, description="Later drafts are given a module's output after its norm, not before it."
+    )
     draft_tensor_parallel_size: int | None = Field(
         None, ge=1, description="Ranks that share the modules: as many as share the target, whose tensors they read."
     )

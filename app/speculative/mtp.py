@@ -242,7 +242,15 @@ def load(config: MTPConfig, target: TargetContext) -> LoadedProposer:
     Raises ValueError for a checkpoint that has none, or not all of one.
     """
     assert target.model is not None, "modules stand beside the target"
-    modules = load_mtp(target.folder, target.model, target.dtype, target.device, target.progress)
+    modules = load_mtp(
+        target.folder,
+        target.model,
+        target.dtype,
+        target.device,
+        target.progress,
+        config.hidden_is_normed,
+        config.recycled_is_normed,
+    )
     if config.draft_limit > modules.num_modules and parallel.tp_rank() == 0:
         logger.warning(
             "%d drafts of %d MTP module(s): later ones re-use the modules, at lower acceptance",

@@ -1,10 +1,11 @@
 """DeepSeek-V3 and its MTP modules written out: whole sequences in fp32, token by token where it is plainer.
 
 No cache, no batch, no kernels and nothing of ours: the checkpoint's tensors and the report's equations (arXiv
-2412.19437, sections 2.1 and 2.2), for checkpoints with `q_lora_rank`, plain RoPE and no biases.
+2412.19437, sections 2.1 and 2.2), for checkpoints with `q_lora_rank`, plain RoPE or YaRN and no biases.
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -18,12 +19,12 @@ class DirectDeepseek:
         self.config = json.loads((folder / "config.json").read_text())
         self.tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
 
-    def hidden_states(self, token_ids: list[int]) -> Tensor:
-        """After the final norm: [num_tokens, hidden_size]."""
+    def hidden_states(self, token_ids: list[int], is_normed: bool = True) -> Tensor:
+        """After the final norm, or before it: [num_tokens, hidden_size]."""
         x = self.tensors["model.embed_tokens.weight"][token_ids]
         for layer in range(self.config["num_hidden_layers"]):
             x = self.decoder_layer(f"model.layers.{layer}.", x, is_dense=layer < self.config["first_k_dense_replace"])
-        return self.norm("model.norm", x)
+        return self.norm("model.norm", x) if is_normed else x
 
     def logits(self, token_ids: list[int]) -> Tensor:
         return self.hidden_states(token_ids) @ self.tensors["lm_head.weight"].T
@@ -70,18 +71,40 @@ class DirectDeepseek:
         for head in range(heads):
             queries = torch.cat((query[:, head, :nope], self.rotate(query[:, head, nope:])), dim=-1)
             keys = torch.cat((expanded[:, head, :nope], key_rope), dim=-1)
-            scores = queries @ keys.T / (nope + rope) ** 0.5
+            scores = queries @ keys.T / (nope + rope) ** 0.5 * self.yarn_scale("mscale_all_dim") ** 2
             future = torch.ones_like(scores, dtype=torch.bool).triu(1)
             outputs.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ expanded[:, head, nope:])
         return torch.cat(outputs, dim=-1) @ weight("o_proj").T
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rows at positions 0, 1, ...; pairs (2i, 2i + 1) as complex numbers, turned."""
-        theta = self.config["rope_parameters"]["rope_theta"]
-        frequencies = theta ** (-torch.arange(0, x.shape[-1], 2) / x.shape[-1])
-        angles = torch.outer(torch.arange(len(x), dtype=torch.float32), frequencies)
-        turned = torch.view_as_complex(x.reshape(len(x), -1, 2)) * torch.polar(torch.ones_like(angles), angles)
+        angles = torch.outer(torch.arange(len(x), dtype=torch.float32), self.frequencies(x.shape[-1]))
+        length = self.yarn_scale("mscale") / self.yarn_scale("mscale_all_dim")
+        turned = torch.view_as_complex(x.reshape(len(x), -1, 2)) * torch.polar(torch.full_like(angles, length), angles)
         return torch.view_as_real(turned).flatten(1)
+
+    def frequencies(self, dim: int) -> Tensor:
+        """Radians a position; with YaRN (arXiv 2309.00071, section 3.2) those of few turns are stretched."""
+        rope = self.config["rope_parameters"]
+        theta, frequencies = rope["rope_theta"], []
+        for pair in range(dim // 2):
+            frequency = theta ** (-2 * pair / dim)
+            if rope.get("rope_type") == "yarn":
+                original = rope["original_max_position_embeddings"]
+                # The pair that turns so often over the original context, and how far this one lies between the two.
+                low, high = (
+                    dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+                    for turns in (rope["beta_fast"], rope["beta_slow"])
+                )
+                low, high = max(math.floor(low), 0), min(math.ceil(high), dim - 1)
+                stretched = min(max((pair - low) / max(high - low, 0.001), 0.0), 1.0)
+                frequency = frequency / rope["factor"] * stretched + frequency * (1 - stretched)
+            frequencies.append(frequency)
+        return torch.tensor(frequencies)
+
+    def yarn_scale(self, name: str) -> float:
+        rope = self.config["rope_parameters"]
+        return 0.1 * rope[name] * math.log(rope["factor"]) + 1 if rope.get("rope_type") == "yarn" else 1.0
 
     def experts(self, prefix: str, x: Tensor) -> Tensor:
         """Equations 12 to 16, one token and one expert at a time."""

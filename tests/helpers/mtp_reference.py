@@ -20,8 +20,9 @@ class MTPReference(DirectDeepseek):
     if what the modules gave out at the last position were the target's hidden states of the positions after it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hidden_is_normed: bool = True, recycled_is_normed: bool = True) -> None:
         super().__init__(folder)
+        self.hidden_is_normed, self.recycled_is_normed = hidden_is_normed, recycled_is_normed
         self.num_modules = self.config["num_nextn_predict_layers"]
         self._target_states: list[tuple[list[int], Tensor]] = []  # of whole texts
 
@@ -37,16 +38,16 @@ class MTPReference(DirectDeepseek):
                 if depth == 0:
                     return self.draft_logits(module, outputs)[-1]
                 depth -= 1
-                states = self.recycled(module, outputs)
+                states = self.recycled(module, outputs) if self.recycled_is_normed else outputs
                 ahead.append(states[-1:])
             given = torch.cat((given, *ahead))
 
     def target_states(self, token_ids: list[int]) -> Tensor:
-        """After the final norm: [num_tokens, hidden_size]. Those of a text that goes on are the same."""
+        """What the modules are given: [num_tokens, hidden_size]. Those of a text that goes on are the same."""
         for text, states in self._target_states:
             if text[: len(token_ids)] == token_ids:
                 return states[: len(token_ids)]
-        self._target_states.append((token_ids, self.hidden_states(token_ids)))
+        self._target_states.append((token_ids, self.hidden_states(token_ids, self.hidden_is_normed)))
         return self._target_states[-1][1]
 
     def experts(self, prefix: str, x: Tensor) -> Tensor:

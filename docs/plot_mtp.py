@@ -56,7 +56,7 @@ def draw_acceptance(ax: Axes, result: dict[str, Any], workload: str) -> None:
         )
     ax.set(xlabel="drafts a step, k", ylabel="tokens a step", xticks=list(cells))
     ax.set_ylim(0, ax.get_ylim()[1] * 1.08)
-    ax.set_title("accepted by position", loc="left", fontsize=10, color=SOFT)
+    ax.set_title(f"accepted by position, {workload.partition('-')[0]} prompts", loc="left", fontsize=10, color=SOFT)
 
 
 def draw_speed(ax: Axes, result: dict[str, Any], workloads: list[str]) -> None:
@@ -82,7 +82,7 @@ def draw_speed(ax: Axes, result: dict[str, Any], workloads: list[str]) -> None:
 def draw(result: dict[str, Any]) -> plt.Figure:
     workloads = list(result["methods"]["plain"]["workloads"])
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.6, 3.7), layout="constrained")
-    draw_acceptance(left, result, workloads[-1])
+    draw_acceptance(left, result, workloads[-1])  # the most prompts
     draw_speed(right, result, workloads)
     for ax in (left, right):
         ax.set_facecolor(PAPER)

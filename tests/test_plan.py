@@ -320,7 +320,13 @@ def test_predictions_are_near_published_figures():
     device = replace(DEVICES["h200"], layer_overhead_s=150e-6)
     predictions = predict(target, drafter, device, [0.92, 0.66, 0.24, 0.17, 0.02], context_len=2048)
     assert [each.tokens_a_step for each in predictions[1:]] == pytest.approx([1.92, 2.58, 2.82, 2.99, 3.01])
-    assert [each.speedups[0] for each in predictions[1:]] == pytest.approx([1.78, 2.25, 2.28, 2.21, 2.15], rel=0.06)
+    speedups = [each.speedups[0] for each in predictions[1:]]
+    assert speedups == pytest.approx([1.78, 2.25, 2.28, 2.21, 2.15], rel=0.06)
+    said = re.search(
+        r"the plan predicts ([\d., ]+) for k = 1 to 5", (REPOSITORY / "docs" / "deepseek_mtp.md").read_text()
+    )
+    assert said is not None
+    assert said[1] == ", ".join(f"{speedup:.2f}" for speedup in speedups)
 
 
 def test_more_drafts_touch_more_experts():
@@ -334,6 +340,21 @@ def test_more_drafts_touch_more_experts():
 
 
 # --- the command
+
+
+def test_the_small_file_with_its_three_lines_changed_fits_as_it_says(tmp_path, capsys):
+    """The lines marked (1), (2) and (3), and nothing else, make it DeepSeek-V3 on eight H200."""
+    text = (REPOSITORY / "serve_configs" / "deepseek_mtp.yaml").read_text()
+    for number, value in ((1, DEEPSEEK_V3), (2, 8), (3, 32768)):
+        text, num_changed = re.subn(rf"^( +\w+): \S+ # \({number}\) .*$", rf"\1: {value}", text, flags=re.MULTILINE)
+        assert num_changed == 1
+    path = tmp_path / "changed.yaml"
+    path.write_text(text)
+    assert "--device h200" in text
+    result = plan_json(capsys, path, "--device", "h200")
+    assert result["num_ranks"] == 8
+    assert result["max_model_len"] == 32768
+    assert result["rank_memory"]["pool_tokens"] >= 8 * 32768  # max_num_seqs full contexts
 
 
 @pytest.mark.parametrize("name", BIG_FILES)

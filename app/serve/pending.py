@@ -23,13 +23,14 @@ async def watch_replicas(config: AppConfig, app_name: str, deployment_name: str)
         await asyncio.sleep(PENDING_PERIOD_S)
         try:
             num_placed, num_wanted = await asyncio.to_thread(count_replicas, app_name, deployment_name)
-        except Exception as error:  # Serve's controller is being replaced, or the deployment
-            logger.debug("Serve does not say which replicas there are: %s", error)
+            short = await asyncio.to_thread(_missing, config, num_wanted) if num_placed < num_wanted else ""
+        except Exception as error:  # Serve's controller is being replaced, or the deployment, or Ray's head is away
+            logger.debug("It is not known what replicas wait for: %s", error)
             continue
         waited_s = time.monotonic() - last_whole
         if num_placed >= num_wanted:
             last_whole = time.monotonic()
-        elif short := _missing(config, num_wanted):
+        elif short:
             logger.info("Waiting for nodes since %.0f s: %s", waited_s, short)
         elif waited_s > 1.5 * PENDING_PERIOD_S:  # a process that only starts has one by then
             logger.info(

@@ -100,8 +100,12 @@ def main() -> None:
     )
     results = {}
     with tempfile.TemporaryDirectory(prefix="forerun-", dir="/tmp") as folder:  # short: Ray makes sockets below it
+        os.environ["RAY_TMPDIR"] = folder  # Ray writes the address of its newest cluster there
+        ray_folder = Path(folder) / "ray"
+        ray_folder.mkdir()
         cluster = Cluster(
-            initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "temp_dir": folder}
+            initialize_head=True,
+            head_node_args={"num_cpus": 2, "include_dashboard": False, "temp_dir": str(ray_folder)},
         )
         cluster.add_node(num_cpus=2)
         ray.init(address=cluster.address, log_to_driver=False)

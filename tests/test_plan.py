@@ -131,6 +131,17 @@ def test_deepseek_v3_in_fp8_on_sixteen_ranks():
     assert module.weight_bytes == attention + 257 * expert + projection + 5 * norms + router
 
 
+def test_experts_that_are_whole_on_a_rank_stay_fp8_where_a_share_of_each_would_not():
+    shape, _, one = v3_share(1)
+    whole = target_share(shape, Layout(32, expert_parallel=True, keeps_fp8=True))
+    routed = whole.parts["routed experts"]
+    assert routed.num_elements == one.parts["routed experts"].num_elements / 32
+    assert routed.num_bytes < 1.01 * routed.num_elements < routed.expanded_bytes
+    assert whole.num_parameters == one.num_parameters
+    shared_out = target_share(shape, Layout(32, keeps_fp8=True))  # 64 rows of each expert: half a block
+    assert shared_out.parts["routed experts"].num_bytes > routed.num_bytes
+
+
 def test_fp8_is_expanded_where_the_device_has_none():
     _, _, target = v3_share(16, keeps_fp8=False)
     assert target.parts["routed experts"].num_bytes == 2 * 58 * 256 * 3 * 2048 * 7168 // 16
@@ -459,6 +470,13 @@ def test_a_draft_model_is_whole_on_rank_0_unless_ranks_share_it(
     text = capsys.readouterr().out
     assert ("whole, on rank 0" in text) == (num_ranks_of_drafter == 1)
     assert ("by a draft actor beside rank 0" in text) == (num_processes == 2)
+
+
+def test_without_a_dtype_bfloat16_is_assumed_and_said(tmp_path, capsys):
+    config = {name: value for name, value in LLAMA.items() if name != "torch_dtype"}
+    path = write_serve_file(tmp_path, model=str(write_config(tmp_path / "model", config)))
+    assert plan.main([str(path), "--device", "h100"]) == 0
+    assert "bfloat16 is assumed" in capsys.readouterr().out
 
 
 def test_a_lookup_by_an_actor_takes_nothing_of_a_gpu(llama, tmp_path, capsys):

@@ -17,6 +17,7 @@ from models.model_config import ModelConfig
 class CheckpointShape:
     config: ModelConfig  # with the dtype that is served
     has_fp8_weights: bool
+    assumes_dtype: bool = False  # neither the Serve file nor config.json names one; the weights, which do, are not read
 
 
 def read_checkpoint_shape(
@@ -29,12 +30,15 @@ def read_checkpoint_shape(
     """
     served = DTYPES.get(dtype)
     fields = _fields(model, served or torch.bfloat16)
+    assumes_dtype = served is None and not {"dtype", "torch_dtype"} & fields.names()
     if served is not None:
         fields = fields.filled(dtype=dtype)
+    elif assumes_dtype:
+        fields = fields.filled(dtype="bfloat16")
     config = config_from(fields)
     if served is not None:
         config = replace(config, dtype=served)
-    return CheckpointShape(config, "quantization_config" in fields)
+    return CheckpointShape(config, "quantization_config" in fields, assumes_dtype)
 
 
 def _fields(model: str, dtype: torch.dtype) -> ConfigFields:

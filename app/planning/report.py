@@ -113,6 +113,10 @@ def _notes(plan: ServePlan) -> list[str]:
         fit = capacity.pool_tokens // plan.context_len
         notes.append(f"The pool holds {fit} sequences of {plan.context_len} tokens: with more some wait.")
     drafter = plan.drafter
+    if plan.target.shape.assumes_dtype:
+        notes.append(
+            "config.json names no dtype: bfloat16 is assumed. Name the checkpoint's in `dtype` of the Serve file."
+        )
     if drafter is not None and drafter.share is not None and not drafter.is_shared and plan.num_ranks > 1:
         notes.append(
             f"The {drafter.name} is whole, on rank 0, whose memory this is; of the other ranks each holds "

@@ -153,6 +153,9 @@ class ArbitraryProposer:
     def catch_up(self, state: SequenceState, plan: StepPlan) -> None:
         """Nothing to compute."""
 
+    def can_draft(self, slots: np.ndarray) -> np.ndarray:
+        return np.ones(len(slots), dtype=bool)
+
     def propose(self, state: SequenceState, plan: StepPlan) -> Drafts:
         rows, lengths = [], []
         for scheduled in plan.scheduled:

@@ -126,6 +126,12 @@ ROWS: dict[str, list[Panel]] = {
             description="Tokens a second over those that the controller's cost model gives for plain decoding.",
         ),
         Panel(
+            "Steps left without drafts",
+            "percentunit",
+            {"by the controller": Ratio(Rate("spec_decode_plain_decisions"), Rate("spec_decode_decisions"))},
+            description="Of those that it decided on: drafts would not have paid.",
+        ),
+        Panel(
             "Acceptance by position",
             "percentunit",
             {

@@ -104,7 +104,9 @@ def pair_with_scales(index: WeightIndex, block_size: tuple[int, int]) -> dict[st
         weight_name = name.removesuffix(SCALE_SUFFIX)
         if weight_name != name:
             if weight_name not in index.tensors:
-                raise ValueError(f"{tensor.path}: {name} scales {weight_name}, which the checkpoint does not hold")
+                raise ValueError(
+                    f"{tensor.path}: {name} scales {weight_name}, which the checkpoint does not hold: take a whole one"
+                )
             continue
         scale = index.tensors.get(name + SCALE_SUFFIX)
         if scale is not None:
@@ -113,7 +115,7 @@ def pair_with_scales(index: WeightIndex, block_size: tuple[int, int]) -> dict[st
         elif tensor.dtype == WEIGHT_DTYPE:
             raise ValueError(
                 f"{tensor.path}: {name} is FP8 ({WEIGHT_DTYPE}) without {name}{SCALE_SUFFIX}: "
-                "only FP8 weights with one scale a block are implemented"
+                "use a checkpoint with one scale a block, or one in bfloat16"
             )
         else:
             tensors[name] = tensor
@@ -124,7 +126,7 @@ def _check(weight: StoredTensor, scale: StoredTensor, block_size: tuple[int, int
     if weight.dtype != WEIGHT_DTYPE or len(weight.shape) != 2:
         raise ValueError(
             f"{weight.path}: {weight.name} is stored as {weight.dtype} {list(weight.shape)}, and {scale.name} "
-            f"is there: a matrix in {WEIGHT_DTYPE} is expected"
+            f"is there: use a checkpoint in which it scales a matrix in {WEIGHT_DTYPE}"
         )
     expected = tuple(-(-size // block) for size, block in zip(weight.shape, block_size, strict=True))
     if scale.shape != expected or scale.dtype != SCALE_DTYPE:

@@ -455,8 +455,10 @@ class TestPagedAttention:
     @pytest.mark.parametrize("head_dim", HEAD_DIMS)
     def test_large_scores_do_not_overflow(self, dtype: torch.dtype, head_dim: int) -> None:
         case = make_case([(3, 200)], head_dim=head_dim, num_padding_rows=0).to(dtype)
-        loud = AttentionCase(case.query * (4000 // head_dim), case.key_cache, case.value_cache, case.metadata)
-        assert_close(attend(loud), attention_by_rows(loud))
+        loud = AttentionCase(case.query * 200, case.key_cache, case.value_cache, case.metadata)
+        # What a score of some hundreds is rounded by, its exponential is wrong by.
+        rtol = 1e-3 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(attend(loud).double(), attention_by_rows(loud).double(), rtol=rtol, atol=2e-4)
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ typedef struct {
     float *scores; /* [TILE_ROWS, CHUNK], then their exponentials: the weights of values */
     /* For the matrix unit: the weights as sums of two bf16, [TILE_ROWS, CHUNK] each, and values of AMX_DEPTH positions */
     bf16 *high, *low, *values;
-    Partial chunk;
+    Partial chunk;  /* where the results of the present one go: `spare`, or straight to where they are wanted */
+    Partial spare;
     float *totals; /* [heads_per_task][partial_floats] */
     int rows_set;  /* see amx_tile.h */
 } Scratch;
@@ -109,15 +110,11 @@ static void exponentiate_row(const AttentionCall *call, const Item *item, Scratc
     for (int j = first; j < low; j++) scores[j] = -INFINITY;
     for (int j = high; j < last; j++) scores[j] = -INFINITY;
     vf scale = v_set1(call->scale), max = v_set1(-INFINITY), sum = {0};
+    for (int j = first; j < last; j += VL) max = v_max(max, v_load(scores + j));
+    scratch->chunk.max[row] = v_hmax(max) * call->scale; /* which is positive */
+    vf shift = v_set1(-scratch->chunk.max[row]);
     for (int j = first; j < last; j += VL) {
-        vf score = v_load(scores + j) * scale;
-        v_store(scores + j, score);
-        max = v_max(max, score);
-    }
-    scratch->chunk.max[row] = v_hmax(max);
-    max = v_set1(scratch->chunk.max[row]);
-    for (int j = first; j < last; j += VL) {
-        vf weight = v_exp(v_load(scores + j) - max);
+        vf weight = v_exp(v_fma(v_load(scores + j), scale, shift));
         v_store(scores + j, weight);
         sum += weight;
         if (call->uses_amx) {
@@ -250,9 +247,10 @@ static void attend_item(const AttentionCall *call, const Item *item, const Item 
             continue;
         }
         Partial total = partial_at(scratch->totals + head * partial_floats(call));
+        int is_first = item->chunk == tile->begin;
+        scratch->chunk = is_first ? total : scratch->spare;
         attend_chunk(call, item, next, head, scratch);
-        if (item->chunk == tile->begin) clear(call, tile, &total);
-        fold(call, tile, &total, &scratch->chunk);
+        if (!is_first) fold(call, tile, &total, &scratch->chunk);
         if (item->chunk + 1 == tile->end) write_rows(call, tile, head, &total);
     }
 }
@@ -271,7 +269,7 @@ static Scratch *new_scratch(const AttentionCall *call) {
     scratch->query = memory, memory += TILE_ROWS * call->padded_dim;
     scratch->keys = memory, memory += NB * call->padded_dim;
     scratch->scores = memory, memory += TILE_ROWS * CHUNK;
-    scratch->chunk = partial_at(memory), memory += partial_floats(call);
+    scratch->spare = partial_at(memory), memory += partial_floats(call);
     scratch->totals = memory, memory += call->heads_per_task * partial_floats(call);
     if (call->uses_amx) {
         scratch->high = (bf16 *)memory, scratch->low = scratch->high + TILE_ROWS * CHUNK;

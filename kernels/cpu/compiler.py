@@ -94,7 +94,7 @@ def _compile(compiler: list[str], target_flags: tuple[tuple[str, ...], ...], scr
             if errors:
                 level = logging.INFO if flags else logging.WARNING  # for any CPU of this kind, not for this one
                 used = shlex.join(flags) or "no flags for this CPU"
-                logger.log(level, "The CPU kernels are compiled with %s, since others failed: %s", used, errors[-500:])
+                logger.log(level, "The CPU kernels are compiled with %s, since others failed: %s", used, errors[:500])
             return library
         errors = linking.stderr
     raise CompilationError(f"{shlex.join(compiler)} failed on the CPU kernels:\n{errors[-2000:]}")

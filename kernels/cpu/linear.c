@@ -6,7 +6,8 @@
  * whatever M is: row m of a call equals the call on row m alone, bit for bit.
  *
  * With few rows a call is one pass over the weights at memory speed: a block is a contiguous stream. With many, a
- * block stays in the caches while tiles of rows, their sums held in registers, go over it.
+ * block stays in the caches while tiles of rows, their sums held in registers, go over it; in the matrix unit (amx_tile.h)
+ * the block after it is fetched meanwhile.
  *
  * `grouped_linear` does the same for several weights of one shape, each on rows of its own: experts on their tokens,
  * heads on their part of every token. Weights without rows are not named and cost nothing.
@@ -16,6 +17,7 @@
 #include "parallel.h"
 
 enum { MOST_ROWS = MAX_ROWS > AMX_ROWS ? MAX_ROWS : AMX_ROWS, PANEL_TILES = 8 };
+enum { AMX_PANEL_BYTES = 1 << 20 }; /* of rows that lie in the second cache while a block goes over them */
 
 typedef struct {
     TaskQueue queue; /* a task: `blocks_per_task` blocks of columns times one panel of rows */
@@ -60,13 +62,17 @@ static void write_gated_tile(const LinearCall *call, int rows, const float *gate
     }
 }
 
+static const char *block_at(const LinearCall *call, int64_t block) {
+    int64_t element = call->weight_is_float ? sizeof(float) : sizeof(bf16);
+    int64_t depth = call->weight_is_float ? call->K : (call->K + 1) / 2 * 2;
+    return (const char *)call->weight + block * depth * NB * element;
+}
+
 /* The products of `rows` rows with a block of the weight */
 static void dot_block(const LinearCall *call, int rows, int64_t row, int64_t block, float *tile, int *rows_set) {
-    int64_t element = call->weight_is_float ? sizeof(float) : sizeof(bf16);
     int64_t row_element = call->weight_is_float ? sizeof(float) : sizeof(bf16_row_t);
-    int64_t depth = call->weight_is_float ? call->K : (call->K + 1) / 2 * 2;
     const char *x = (const char *)call->x + row * call->row_stride * row_element;
-    const char *columns = (const char *)call->weight + block * depth * NB * element;
+    const char *columns = block_at(call, block);
     if (call->uses_amx) {
         amx_dot_tile((const bf16 *)x, (size_t)call->row_stride, rows, (const bf16 *)columns, (int)call->K, tile, NB,
                      rows_set);
@@ -75,10 +81,25 @@ static void dot_block(const LinearCall *call, int rows, int64_t row, int64_t blo
     dot_tile(x, (size_t)call->row_stride, rows, columns, (int)call->K, call->weight_is_float, tile, NB);
 }
 
-static void compute_block(const LinearCall *call, int64_t row, int64_t end, int64_t block, int *rows_set) {
+/* Fetches the `part`th of `num_parts` of a block into the second cache: the matrix unit is faster than memory, and waits
+ * for what it has not seen. */
+static void prefetch_block(const LinearCall *call, int64_t block, int64_t part, int64_t num_parts) {
+    const char *begin = block_at(call, block);
+    int64_t num_lines = (block_at(call, block + 1) - begin) / 64;
+    for (int64_t line = part * num_lines / num_parts; line < (part + 1) * num_lines / num_parts; line++)
+        __builtin_prefetch(begin + line * 64, 0, 2);
+}
+
+/* `next`: the block that comes after this one, or -1. */
+static void compute_block(const LinearCall *call, int64_t row, int64_t end, int64_t block, int64_t next,
+                          int *rows_set) {
     float tile[MOST_ROWS * NB], up[MOST_ROWS * NB];
-    int64_t tiles = (end - row + tile_rows(call) - 1) / tile_rows(call);
-    for (; tiles > 0; tiles--) { /* tiles of nearly equal size: a last one of few rows would not hide its latency */
+    int64_t num_tiles = (end - row + tile_rows(call) - 1) / tile_rows(call);
+    for (int64_t tiles = num_tiles; tiles > 0; tiles--) { /* of nearly equal size: few rows would not hide latency */
+        if (call->uses_amx && next >= 0 && num_tiles > 1) {
+            prefetch_block(call, next, tiles - 1, num_tiles);
+            if (call->gated) prefetch_block(call, next + call->N / NB, tiles - 1, num_tiles);
+        }
         int rows = (int)((end - row + tiles - 1) / tiles);
         dot_block(call, rows, row, block, tile, rows_set);
         if (call->gated) {
@@ -97,7 +118,8 @@ static void compute_blocks(const LinearCall *call, int64_t row, int64_t end, int
     int64_t end_block = block + call->blocks_per_task < num_blocks ? block + call->blocks_per_task : num_blocks;
     int rows_set;
     if (call->uses_amx) amx_begin(&rows_set);
-    for (; block < end_block; block++) compute_block(call, row, end, block, &rows_set);
+    for (; block < end_block; block++)
+        compute_block(call, row, end, block, block + 1 < end_block ? block + 1 : -1, &rows_set);
     if (call->uses_amx) amx_end();
 }
 
@@ -114,6 +136,10 @@ static void compute_tasks(void *context) {
 /* Panels of nearly equal size for as many rows as any matrix of the call has */
 static void cut_panels(LinearCall *call, int64_t num_rows) {
     int64_t most = PANEL_TILES * tile_rows(call);
+    if (call->uses_amx) {
+        int64_t num_tiles = AMX_PANEL_BYTES / (call->K * AMX_ROWS * (int64_t)sizeof(bf16));
+        most = (num_tiles < 1 ? 1 : num_tiles > 2 * PANEL_TILES ? 2 * PANEL_TILES : num_tiles) * AMX_ROWS;
+    }
     call->num_panels = (num_rows + most - 1) / most;
     call->panel_rows = (num_rows + call->num_panels - 1) / call->num_panels;
 }
@@ -121,8 +147,10 @@ static void cut_panels(LinearCall *call, int64_t num_rows) {
 static void run(LinearCall *call, int64_t num_threads) {
     int64_t num_blocks = (call->N + NB - 1) / NB;
     cut_panels(call, call->M);
-    /* about 16 tasks a thread: few enough to stream, many enough to even out */
-    int64_t blocks = num_blocks * call->num_panels / (num_threads * 16);
+    /* about 16 tasks a thread: few enough to stream, many enough to even out; less for the matrix unit with many rows,
+     * which gets its next block while it works on one */
+    int64_t tasks = call->uses_amx && call->M > 2 * AMX_ROWS ? 4 : 16;
+    int64_t blocks = num_blocks * call->num_panels / (num_threads * tasks);
     call->blocks_per_task = blocks < 1 ? 1 : blocks > 8 ? 8 : blocks;
     int64_t columns = (num_blocks + call->blocks_per_task - 1) / call->blocks_per_task;
     call->queue = (TaskQueue){.num_tasks = columns * call->num_panels, .next = 0};

@@ -76,6 +76,8 @@ class DraftedExecutor:
             self._drafter.begin(self._mirror.image())
             self._results.clear()
             self._is_up = True
+            if self._controller is not None:
+                self._controller.drafter_starts_anew()
         self._mirror.apply(plan)
         if not self._is_up:
             plan = self._limited("fault", plan, plan.with_draft_lengths([0] * len(plan.scheduled)))

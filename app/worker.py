@@ -158,6 +158,8 @@ class Worker:
             logger.error("The proposer failed; this step goes on without drafts. Later faults are counted.\n%s", fault)
             self._fault_logged = True
         self.proposer.reset()
+        if self.controller is not None:
+            self.controller.drafter_starts_anew()
         self.num_drafter_restarts += 1
         return fault
 

@@ -163,6 +163,24 @@ def test_rows_that_a_drafter_makes_up_for_are_no_part_of_a_drafts_cost():
     assert step(0, 1, 1.5 * before) > before, "rows of a step of drafts are a draft's cost"
 
 
+def test_a_drafter_that_starts_anew_has_all_tokens_to_see_again():
+    """What catching up costs is part of the price of its first drafts: at four thousand tokens these wait."""
+    good, prompt = np.full(MAX_K, 0.8), 4000
+    scripted = Machine(memory_bound, lambda rows: 0.002 + 0.0005 * rows, good, 1, has_context=True)
+    controller = scripted.controller()
+    scripted.run(100, controller)
+    assert controller.choice.drafts_pay
+    scripted.state.token_ids[0, 1 : prompt + 1] = 5
+    scripted.state.num_tokens[0] += prompt
+    scripted.state.num_computed_tokens[0] += prompt
+    controller._num_seen[0] += prompt  # it has seen them
+    scripted.run(1, controller)
+    assert controller.choice.drafts_pay
+    controller.drafter_starts_anew()
+    scripted.run(1, controller)
+    assert not controller.choice.drafts_pay
+
+
 def test_one_hiccup_does_not_change_what_is_believed():
     model = calibrated(memory_bound)
     model.observe(8, 10.0)

@@ -143,6 +143,10 @@ class DraftLengthController:
         """Drafts are expected to pay: new sequences are drafted for whatever their prompts cost the drafter."""
         return self._followed is None or self._followed.pays
 
+    def drafter_starts_anew(self) -> None:
+        """It has seen nothing of any sequence, and must before it drafts."""
+        self._num_seen[:] = 0
+
     def stats(self) -> dict[str, float]:
         gains = {"predicted_gain": self.totals.predicted_gain, "measured_gain": self.totals.measured_gain}
         return {f"controller_{name}": value for name, value in {**vars(self.totals), **gains}.items()}

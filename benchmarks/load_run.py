@@ -1,10 +1,11 @@
 """Mixed requests against a running server for a while: nothing may grow, stay behind or change.
 
-    python benchmarks/load_run.py --url http://127.0.0.1:8000 --minutes 10 [--pid REPLICA]
+    python benchmarks/load_run.py --url http://127.0.0.1:8000 --minutes 10 --pid REPLICA
 
 Clients send short, long, cancelled, seeded and greedy requests and several choices at once, in an order that the seed
 decides. Exits with 1 where an answer fails, a seeded or greedy answer differs from its first, blocks are missing at
-the end, or, with --pid, the replica's memory in the last quarter is above that of the second by more than 5%.
+the end, the replica is another one by then, or its memory in the last quarter is above that of the second by more than
+5%. Its process is the one that `ps` calls ray::ServeReplica:...:TargetReplica.
 """
 
 import argparse
@@ -32,7 +33,7 @@ GROWTH = 1.05  # of memory, from the second quarter to the last
 
 
 class LoadRun:
-    def __init__(self, url: str, num_clients: int, seed: int, pid: int | None) -> None:
+    def __init__(self, url: str, num_clients: int, seed: int, pid: int) -> None:
         self.model = first_model(url)
         self._url, self._pid = url, pid
         self._num_clients, self._random = num_clients, random.Random(seed)
@@ -46,6 +47,8 @@ class LoadRun:
         async with httpx.AsyncClient(timeout=180, trust_env=False) as client:
             watch = asyncio.create_task(self._watch())
             await asyncio.gather(*(self._client(client, end) for _ in range(self._num_clients)))
+            if watch.done():
+                self.faults.append(f"the replica's process is gone: {watch.exception()!r}")
             watch.cancel()
             await self._check_blocks(client)
         self._check_memory()
@@ -86,13 +89,17 @@ class LoadRun:
 
     async def _leave_early(self, client: httpx.AsyncClient, body: dict[str, Any]) -> None:
         async with client.stream("POST", f"{self._url}/v1/completions", json={**body, "stream": True}) as response:
+            if response.status_code == 429:
+                self.num_requests["refused (429)"] += 1
+                return
+            response.raise_for_status()
             num_left = self._random.randrange(6)
             async for _ in response.aiter_lines():
                 if (num_left := num_left - 1) < 0:
                     return
 
     async def _watch(self) -> None:
-        while self._pid is not None:
+        while True:
             self.memory_mib.append(process_tree_memory(self._pid).pss_bytes / 2**20)
             await asyncio.sleep(MEMORY_PERIOD_S)
 
@@ -100,14 +107,18 @@ class LoadRun:
         replicas: list[dict[str, Any]] = []
         for _ in range(60):
             replicas = (await client.get(f"{self._url}/stats")).json()["replicas"]
-            if all(each["num_free_blocks"] == each["num_blocks"] for each in replicas):
+            if replicas and all(each["num_free_blocks"] == each["num_blocks"] for each in replicas):
                 return
             await asyncio.sleep(0.5)
+        if not replicas:
+            self.faults.append("no replica answers /stats")
         self.faults += [f"{each['num_blocks'] - each['num_free_blocks']} blocks are not returned" for each in replicas]
 
     def _check_memory(self) -> None:
         quarter = len(self.memory_mib) // 4
-        if quarter:
+        if not quarter:
+            self.faults.append("the run was too short to tell whether memory grows")
+        else:
             second = statistics.median(self.memory_mib[quarter : 2 * quarter])
             last = statistics.median(self.memory_mib[-quarter:])
             if last > GROWTH * second:
@@ -120,7 +131,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pid", type=int, help="of the replica: its memory, and its children's, is watched")
+    parser.add_argument(
+        "--pid", type=int, required=True, help="of the replica: its memory, and its children's, is watched"
+    )
     options = parser.parse_args()
     load = LoadRun(options.url.rstrip("/"), options.clients, options.seed, options.pid)
     asyncio.run(load.run(60 * options.minutes))
@@ -128,10 +141,8 @@ def main() -> int:
     for kind, num in sorted(load.num_requests.items()):
         print(f"{kind:<14} {num:6d}")
     if load.memory_mib:
-        print(
-            f"{'memory':<14} {min(load.memory_mib):.0f} to {max(load.memory_mib):.0f} MiB, "
-            f"{load.memory_mib[-1]:.0f} at the end"
-        )
+        least, most, last = min(load.memory_mib), max(load.memory_mib), load.memory_mib[-1]
+        print(f"{'memory':<14} {least:.0f} to {most:.0f} MiB, {last:.0f} at the end")
     for fault in load.faults[:20]:
         print(f"FAULT {fault}")
     print_json({"requests": dict(load.num_requests), "faults": load.faults, "memory_mib": load.memory_mib}, None)

@@ -149,8 +149,13 @@ def test_those_are_explored_whose_drafter_lacks_least():
     assert budget.draft_lengths(limits, missing, 0).tolist() == [0, 1, 0, 0]
     budget.spend(1.0)
     assert not budget.draft_lengths(limits, missing, 0).any()
+    budget.spend(-1.0)
     budget.grant(1000.0)
-    assert budget.draft_lengths(limits, missing, 0).tolist() == [2, 2, 0, 2]
+    assert budget.draft_lengths(limits, missing // 10, 0).tolist() == [2, 2, 0, 2]
+    budget.spend(0.1)
+    assert budget.draft_lengths(limits, missing, 0).tolist() == [0, 1, 0, 0], (
+        "no more is put by"
+    )
 
 
 def test_a_decision_stands_only_while_nothing_changes():

@@ -6,6 +6,7 @@ from app.speculative.cost_model import CostModel
 
 SHARE = 0.006  # of all time
 FIRST_S = 0.02  # granted at once, so that a drafter is tried soon
+MOST_S = 0.15  # put by: what cheap explorations have left over is not spent at once where they are dear
 DEPTHS = (1, 2, 1, 4)
 
 
@@ -15,21 +16,19 @@ class ExplorationBudget:
     def __init__(self, pass_cost: CostModel, draft_cost: CostModel | None) -> None:
         self._pass_cost = pass_cost
         self._draft_cost = draft_cost
-        self._total_s = 0.0
+        self.left_s = FIRST_S
         self.num_explorations = 0
         self.spent_s = 0.0
 
-    @property
-    def left_s(self) -> float:
-        return FIRST_S + SHARE * self._total_s - self.spent_s
-
     def grant(self, step_s: float) -> None:
         """A share of a step's time."""
-        self._total_s += step_s
+        self.left_s = min(self.left_s + SHARE * step_s, MOST_S)
 
     def spend(self, seconds: float) -> None:
         """What was lost; what was won instead is not put by."""
-        self.spent_s = max(self.spent_s + seconds, 0.0)
+        spent_s = max(seconds, -self.spent_s)
+        self.spent_s += spent_s
+        self.left_s -= spent_s
 
     def draft_lengths(
         self,

@@ -110,7 +110,8 @@ class DraftLengthController:
             return drafts
         num_other_rows = sum(s.num_new_tokens for s in plan.scheduled) - num_seqs
         believed = np.minimum(self._stated.ratio * drafts.acceptance[samples], 1.0)
-        decision = choose_draft_lengths(believed, drafts.num_tokens[samples], num_other_rows, self._pass_cost, None)
+        limits = drafts.num_tokens[samples]
+        decision = choose_draft_lengths(believed, limits, num_other_rows, self._pass_cost, None, trust=self._trust)
         self.choice.decision, self.choice.stated = decision, drafts.acceptance
         num_tokens = np.zeros_like(drafts.num_tokens)
         num_tokens[samples] = decision.num_tokens
@@ -235,10 +236,12 @@ class DraftLengthController:
 
     def _observe_earnings(self, batch: BatchOutline, verdict: Verdict, timings: StepTimings, choice: Choice) -> None:
         """Sets tokens of a step of drafts beside those predicted for its time, hiccups aside."""
-        if self._draft_cost is None or choice.decision is None or not choice.depth or choice.explores:
+        acted = choice.drafts_pay if self._states_acceptance else choice.depth > 0
+        if choice.decision is None or not acted or choice.explores:
             self._earned.observe(0.0, 0.0)
             return
-        num_predicted = choice.decision.predicted_rate * (timings.propose_s + self._usual_pass_s(batch, timings))
+        propose_s = 0.0 if self._states_acceptance else timings.propose_s  # what is looked up in any case
+        num_predicted = choice.decision.predicted_rate * (propose_s + self._usual_pass_s(batch, timings))
         self._earned.observe(float(verdict.num_emitted.mean()), num_predicted / len(batch.slots))
 
     def _observe_costs(self, batch: BatchOutline, timings: StepTimings, choice: Choice, num_drafting: int) -> None:

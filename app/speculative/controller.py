@@ -21,6 +21,7 @@ PLAIN_CHECK_STEPS = 32  # of drafts that gain little, after which a step without
 LITTLE_GAIN = 1.2
 HELD_STEPS = 8  # so long a decision for no drafts stands where nothing has changed
 LEAST_HORIZON, MOST_HORIZON = 4, 64  # steps that must pay for what a drafter runs before it drafts
+LEARNED_COSTS = 16  # steps of drafts after which what a draft costs is known: calibration times its pass alone
 USUAL_FACTOR = 1.33  # beside its prediction: a pass that takes longer, or less, had other reasons than its drafts
 
 
@@ -72,6 +73,7 @@ class DraftLengthController:
         self._leaves_backlog = True  # the last step left the drafter more rows than a step of drafts does
         self._num_held = 0  # steps that the latest decision, for no drafts, goes on to stand for
         self._num_since_plain = 0  # steps of drafts since the last one without
+        self._num_draft_costs = 0  # steps that have told what drafts cost
 
     def plan(self, state: SequenceState, plan: StepPlan) -> StepPlan:
         """The plan with the draft lengths that pay, where they can be told before drafting; else `cut` does."""
@@ -237,7 +239,8 @@ class DraftLengthController:
     def _observe_earnings(self, batch: BatchOutline, verdict: Verdict, timings: StepTimings, choice: Choice) -> None:
         """Sets tokens of a step of drafts beside those predicted for its time, hiccups aside."""
         acted = choice.drafts_pay if self._states_acceptance else choice.depth > 0
-        if choice.decision is None or not acted or choice.explores:
+        is_learning = self._draft_cost is not None and self._num_draft_costs < LEARNED_COSTS
+        if choice.decision is None or not acted or choice.explores or is_learning:
             self._earned.observe(0.0, 0.0)
             return
         propose_s = 0.0 if self._states_acceptance else timings.propose_s  # what is looked up in any case
@@ -254,6 +257,7 @@ class DraftLengthController:
             if self._leaves_backlog:  # it made drafts dearer than they are, never cheaper
                 draft_s = min(draft_s, float(self._draft_cost.seconds(num_drafting)))
             self._draft_cost.observe(num_drafting, draft_s)
+            self._num_draft_costs += 1
 
     def _count(
         self, batch: BatchOutline, verdict: Verdict, timings: StepTimings, choice: Choice, has_prompt: bool

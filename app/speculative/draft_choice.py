@@ -6,7 +6,7 @@ import numpy as np
 
 from app.speculative.cost_model import CostModel
 
-MARGIN = 1.05  # predicted gain that drafting must show: less is within the error of the prediction
+MARGIN = 1.03  # predicted gain that drafting must show: less is within the error of the prediction
 CAUTION = 1.04  # times its predicted cost that a draft must earn
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -14,13 +15,15 @@ from typing import Any, Generic, TypeVar
 from app.engine.outputs import GenerationRequest, SequenceDelta
 from app.engine_config import EngineConfig
 from app.llm_engine import LLMEngine
+from app.own_thread import run_in_own_thread
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-
 WATCH_PERIOD_S = 1.0
+DELIVERY_S, MOST_PAUSE_S = 0.006, 0.2
+"""Between two deliveries to a request, for each request that is open, and at most: below the time of a step for few."""
 
 
 class EngineDeadError(RuntimeError):
@@ -56,7 +59,7 @@ class AsyncEngine:
 
         Raises ValueError for a configuration that cannot be honoured.
         """
-        engine = await asyncio.to_thread(lambda: LLMEngine(config, progress=progress))
+        engine = await asyncio.wrap_future(run_in_own_thread(lambda: LLMEngine(config, progress=progress)))
         return cls(engine, stall_limit_s)
 
     @property
@@ -69,7 +72,10 @@ class AsyncEngine:
         return self._engine
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[list[SequenceDelta], None]:
-        """A request's deltas, all of a step at once; closing the iterator aborts the request.
+        """A request's deltas, one a choice at a time; closing the iterator aborts the request.
+
+        The first comes at once, and so does the end. With many requests open what lies between comes some steps at a
+        time: every delivery takes the processes on its way some time, which is the engine's where cores are few.
 
         Raises ValueError for a request that the engine refuses, before the first delta; EngineDeadError
         where the step loop has failed.
@@ -81,6 +87,7 @@ class AsyncEngine:
             await self._call(lambda: self._engine.add_request(request))
             while not stream.finished:
                 yield await stream.next_deltas()
+                await stream.rest(self._pause_s(request))
         finally:
             self._streams.pop(request.request_id, None)
             if not stream.finished:
@@ -123,6 +130,11 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._watchdog.cancel)
         self._inbox.put(None)
         self._thread.join(timeout=self._stall_limit_s)
+
+    def _pause_s(self, request: GenerationRequest) -> float:
+        if not request.streamed:
+            return math.inf
+        return min(DELIVERY_S * len(self._streams), MOST_PAUSE_S)
 
     def _stall(self) -> EngineStalledError | None:
         if not self._busy:  # read first: the step thread sets it after the time that is read next
@@ -221,13 +233,14 @@ class _Call(Generic[Result]):
 
 
 class _Stream:
-    """Deltas of one request on their way to its consumer; a slow consumer gets several steps at once."""
+    """Deltas of one request on their way to its consumer; one that is late gets several steps as one."""
 
     def __init__(self, n: int) -> None:
         self._num_unfinished = n
-        self._deltas: list[SequenceDelta] = []
+        self._deltas: dict[int, SequenceDelta] = {}  # by choice, not taken yet
         self._failure: Exception | None = None
         self._ready = asyncio.Event()
+        self._over = asyncio.Event()  # nothing more will come
 
     @property
     def finished(self) -> bool:
@@ -235,20 +248,33 @@ class _Stream:
         return self._num_unfinished == 0 and not self._deltas
 
     def put(self, deltas: list[SequenceDelta]) -> None:
-        self._deltas.extend(deltas)
-        self._num_unfinished -= sum(delta.finished for delta in deltas)
+        for delta in deltas:
+            if (waiting := self._deltas.get(delta.index)) is not None:
+                waiting.append(delta)
+            else:
+                self._deltas[delta.index] = delta
+            self._num_unfinished -= delta.finished
+        if self._num_unfinished == 0:
+            self._over.set()
         self._ready.set()
 
     def fail(self, failure: Exception) -> None:
         self._failure = failure
+        self._over.set()
         self._ready.set()
+
+    async def rest(self, seconds: float) -> None:
+        """Lets so much time pass, or as much as there is to the end."""
+        if seconds > 0 and not self._over.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), None if seconds == math.inf else seconds)
 
     async def next_deltas(self) -> list[SequenceDelta]:
         await self._ready.wait()
         if not self._deltas and self._failure is not None:
             raise self._failure
         self._ready.clear()
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas = self._deltas, {}
         if self._failure is not None:
             self._ready.set()
-        return deltas
+        return list(deltas.values())

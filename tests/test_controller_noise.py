@@ -153,9 +153,7 @@ def test_those_are_explored_whose_drafter_lacks_least():
     budget.grant(1000.0)
     assert budget.draft_lengths(limits, missing // 10, 0).tolist() == [2, 2, 0, 2]
     budget.spend(0.1)
-    assert budget.draft_lengths(limits, missing, 0).tolist() == [0, 1, 0, 0], (
-        "no more is put by"
-    )
+    assert budget.draft_lengths(limits, missing, 0).tolist() == [0, 1, 0, 0], "no more is put by"
 
 
 def test_a_decision_stands_only_while_nothing_changes():

@@ -25,6 +25,7 @@ LAYERS = {
     "app.speculative": 3,
     "app.llm_engine": 4,
     "app.async_engine": 4,
+    "app.own_thread": 4,
     "app.executor": 4,
     "app.worker": 4,
     "app.follower": 4,

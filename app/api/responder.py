@@ -69,7 +69,7 @@ class Responder:
             self._count(delta)
             index = prompt * self._options.n + delta.index
             if index in self._wholes:
-                _append(self._wholes[index], delta)
+                self._wholes[index].append(delta)
             else:
                 self._wholes[index] = replace(
                     delta,
@@ -129,15 +129,3 @@ class Responder:
         assert self._num_finished == self._num_choices, (
             f"the engine ended the stream with {self._num_finished} of {self._num_choices} choices finished"
         )
-
-
-def _append(whole: SequenceDelta, delta: SequenceDelta) -> None:
-    whole.text += delta.text
-    whole.token_ids.extend(delta.token_ids)
-    if delta.logprobs:
-        whole.logprobs = whole.logprobs or []
-        whole.logprobs.extend(delta.logprobs)
-    if delta.prompt_logprobs is not None:
-        whole.prompt_logprobs = delta.prompt_logprobs
-    whole.finish_reason = delta.finish_reason
-    whole.stop_reason = delta.stop_reason

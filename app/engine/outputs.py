@@ -89,6 +89,18 @@ class SequenceDelta:
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def append(self, later: "SequenceDelta") -> None:
+        """Takes up what a later step added to the same choice."""
+        self.text += later.text
+        self.token_ids.extend(later.token_ids)
+        if later.logprobs:
+            self.logprobs = [*(self.logprobs or ()), *later.logprobs]
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+        self.finish_reason, self.stop_reason, self.error = later.finish_reason, later.stop_reason, later.error
+        self.stats = later.stats or self.stats
+        self.num_cached_tokens += later.num_cached_tokens
+
 
 @dataclass
 class CompletionOutput:

@@ -16,6 +16,7 @@ from app.config import AppConfig
 from app.drafter_loader import DrafterDescription
 from app.engine.plan import StepPlan, StepResult
 from app.follower import Follower
+from app.own_thread import run_in_own_thread
 from app.serve.draft_actor import received_drafts
 from app.serve.host_interface import interface_of
 from app.serve.step_thread import StepThread
@@ -84,11 +85,7 @@ class RankActor:
 
     def load(self, num_ranks_on_host: int, drafter: DrafterDescription | None) -> LoadedModel | None:
         """Loads this rank's shares; rank 0 says what the model is. `drafter` is that of a draft actor."""
-        if self._rank > 0:
-            self._member, loaded = load_follower(self._config, num_ranks_on_host), None
-        else:
-            remote = received_drafts(self._config, drafter) if drafter is not None else None
-            self._member, loaded = load_worker(self._config, True, num_ranks_on_host, remote)
+        self._member, loaded = run_in_own_thread(lambda: self._load(num_ranks_on_host, drafter)).result()
         self._steps = StepThread(self._member.speculative_step)
         return loaded
 
@@ -108,6 +105,14 @@ class RankActor:
     def outlive(self) -> None:
         """Never returns: who waits for it learns of the actor's end."""
         threading.Event().wait()
+
+    def _load(
+        self, num_ranks_on_host: int, drafter: DrafterDescription | None
+    ) -> tuple[Worker | Follower, LoadedModel | None]:
+        if self._rank > 0:
+            return load_follower(self._config, num_ranks_on_host), None
+        remote = received_drafts(self._config, drafter) if drafter is not None else None
+        return load_worker(self._config, True, num_ranks_on_host, remote)
 
     def _connect(self, limit: timedelta) -> None:
         is_cuda = self._device.type == "cuda"

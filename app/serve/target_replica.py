@@ -59,9 +59,10 @@ async def load_engine(config: AppConfig) -> tuple[Engine, ModelDescription]:
         # Ray tells numerical libraries to use as many threads as it reserved CPUs.
         config = config.model_copy(update={"num_threads": len(os.sched_getaffinity(0))})
     if config.tensor_parallel_size > 1 or config.has_draft_actor:
+        from app.own_thread import run_in_own_thread
         from app.serve.processes import start_executor
 
-        executor, loaded = await asyncio.to_thread(start_executor, config)
+        executor, loaded = await asyncio.wrap_future(run_in_own_thread(lambda: start_executor(config)))
         engine = AsyncEngine(LLMEngine.from_executor(config, executor, loaded), config.step_timeout_s)
         return engine, ModelDescription(loaded.folder, loaded.max_model_len, loaded.vocab_size)
     engine = await AsyncEngine.create(config, progress=True, stall_limit_s=config.step_timeout_s)

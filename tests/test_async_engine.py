@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from app import async_engine
 from app.async_engine import AsyncEngine, EngineDeadError, EngineStalledError
 from app.engine.outputs import GenerationRequest
 from app.engine.sampling_params import SamplingParams
@@ -63,6 +64,25 @@ async def test_concurrent_streams_give_what_each_gives_alone(engine):
     )
     assert list(together) == alone
     assert {len(token_ids) for token_ids in alone} == {20}
+
+
+async def test_between_its_first_delivery_and_its_end_a_stream_comes_some_steps_at_a_time(engine, monkeypatch):
+    """The longer the pause, the fewer deliveries; the same tokens, and the end is not waited for."""
+    request = GenerationRequest("first", PROMPT, ENDLESS)
+    expected = await collect(engine, request)
+    num_deliveries = []
+    for i, (pause_s, streamed) in enumerate(((0.0, True), (30.0, True), (0.0, False))):
+        monkeypatch.setattr(async_engine, "DELIVERY_S", pause_s)
+        monkeypatch.setattr(async_engine, "MOST_PAUSE_S", pause_s)
+        asked = replace(request, request_id=f"paced-{i}", streamed=streamed)
+        deliveries = [deltas async for deltas in engine.generate(asked)]
+        assert [token for deltas in deliveries for delta in deltas for token in delta.token_ids] == expected
+        assert all(len(deltas) == 1 for deltas in deliveries)
+        assert deliveries[-1][0].finish_reason == "length"
+        assert deliveries[-1][0].stats is not None
+        num_deliveries.append(len(deliveries))
+    assert num_deliveries[0] > 20
+    assert num_deliveries[1:] == [2, 2]
 
 
 async def test_closing_a_stream_frees_its_sequences(engine):

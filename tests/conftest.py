@@ -13,17 +13,8 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For several workers: what starts a cluster comes first and one after the other, a file's other tests together."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args != ("cluster",))
-
-
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests have recorded of the time that the server takes to recover, in whichever worker."""
+    """What tests have recorded of the time that the server takes to recover."""
     for report in terminalreporter.getreports("passed"):
         for name, value in report.user_properties:
             if name == TIME_TO_RECOVER:

@@ -22,7 +22,7 @@ from app.llm_engine import LLMEngine
 from app.main import _target_options
 from app.serve.target_replica import TargetReplica
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.cluster]
 
 PROMPTS = [list(range(3, 40)), [7, 7, 9, 7, 7, 9, 7, 7], [250, 31, 4], [5, 6] * 15]
 MAX_TOKENS = 24

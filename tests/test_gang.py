@@ -22,7 +22,7 @@ from app.main import build
 from tests.helpers.gang_cluster import INGRESS, RANK, REPLICA, GangCluster, is_alive, stream, wait_for
 from tests.helpers.recovery import RecordProperty, timed
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.cluster]
 
 PROMPT = [5, 6, 7, 8]
 LONG = 400  # tokens: a stream that is still running when something happens

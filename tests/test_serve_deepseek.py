@@ -14,7 +14,7 @@ MODEL = "tiny-deepseek-v3"
 HELDOUT = json.loads((REPOSITORY / "tests" / "assets" / MODEL / "heldout.json").read_text())
 NUM_NEW_TOKENS = 48
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.serve_process import REPOSITORY, ServeProcess
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.cluster]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ GREEDY: dict[str, Any] = {"temperature": 0}
 PLAIN = {"speculative": {"num_speculative_tokens": 0}}
 PROMPT = "the quick brown fox jumps over the lazy dog and then the dog"
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.timeout(240), pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

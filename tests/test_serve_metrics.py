@@ -31,7 +31,7 @@ from app.serve.metrics import difference
 from app.serve.target_replica import TargetReplica
 from tests.helpers.stub_engine import IDLE_STATS, StubEngine
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.cluster]
 
 NUM_SLOTS = 4
 TOKENS_A_PROMPT = 100

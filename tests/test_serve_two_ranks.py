@@ -13,7 +13,7 @@ from tests.helpers.serve_process import REPOSITORY, ServeProcess
 MODEL = "tiny-deepseek-v3"
 HELDOUT = json.loads((REPOSITORY / "tests" / "assets" / MODEL / "heldout.json").read_text())
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.cluster]
 
 
 @pytest.fixture

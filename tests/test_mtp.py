@@ -15,7 +15,7 @@ from tests.helpers.mtp_reference import DraftRecorder, MTPReference, poison
 
 MAX_MODEL_LEN = 64
 MAX_TOKENS = 9
-TOLERANCE = 2e-4
+TOLERANCE = 4e-4  # in fp32, up to seven passes of a module behind one another
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from app.executor import PendingStep
 from app.llm_engine import LLMEngine
 from app.worker import Worker
 from app.worker_loader import load_follower, load_worker
-from models.parallel import TensorParallelGroup, set_tensor_parallel_group
+from models.parallel import ALONE, TensorParallelGroup, set_tensor_parallel_group
 
 
 class RankExecutor:
@@ -84,6 +84,7 @@ def process_group(rank: int, num_ranks: int, work: Path) -> Iterator[TensorParal
         store.set(f"done {rank}", "")
         store.wait([f"done {other}" for other in range(num_ranks)])
     finally:
+        set_tensor_parallel_group(ALONE)  # which would keep the group, and its threads, beyond the interpreter's end
         dist.destroy_process_group()
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
@@ -131,10 +130,9 @@ class AsyncEngine:
         self._inbox.put(None)
         self._thread.join(timeout=self._stall_limit_s)
 
-    def _pause_s(self, request: GenerationRequest) -> float:
-        if not request.streamed:
-            return math.inf
-        return min(DELIVERY_S * len(self._streams), MOST_PAUSE_S)
+    def _pause_s(self, request: GenerationRequest) -> float | None:
+        """Between two deliveries; None: all that is left comes with the end."""
+        return min(DELIVERY_S * len(self._streams), MOST_PAUSE_S) if request.streamed else None
 
     def _stall(self) -> EngineStalledError | None:
         if not self._busy:  # read first: the step thread sets it after the time that is read next
@@ -263,11 +261,11 @@ class _Stream:
         self._over.set()
         self._ready.set()
 
-    async def rest(self, seconds: float) -> None:
-        """Lets so much time pass, or as much as there is to the end."""
-        if seconds > 0 and not self._over.is_set():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), None if seconds == math.inf else seconds)
+    async def rest(self, seconds: float | None) -> None:
+        """Lets so much time pass, or as much as there is to the end; None: all of it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._over.wait()
 
     async def next_deltas(self) -> list[SequenceDelta]:
         await self._ready.wait()

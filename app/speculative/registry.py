@@ -18,10 +18,14 @@ PROPOSERS: dict[str, Callable[[Any, TargetContext], LoadedProposer]] = {
 }
 
 
+# What a method asks of its target, told from configuration and names alone.
+CHECKS: dict[str, Callable[[Path, ModelConfig], object]] = {"mtp": find_modules}
+
+
 def check_target(config: SpeculativeConfig | None, folder: Path, model_config: ModelConfig) -> None:
     """Raises ValueError for a target without the drafter that its checkpoint is to hold; reads no weight."""
-    if config is not None and config.method == "mtp":
-        find_modules(folder, model_config)
+    if config is not None and config.method in CHECKS:
+        CHECKS[config.method](folder, model_config)
 
 
 def load_proposer(config: SpeculativeConfig | None, target: TargetContext) -> LoadedProposer | None:

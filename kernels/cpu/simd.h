@@ -235,14 +235,14 @@ ALWAYS_INLINE void v_transpose(vi *rows) {
  * x = n ln2 + r with |r| <= ln2 / 2; e^r by its Taylor polynomial of degree 7 with the range's ends below half an ulp.
  */
 ALWAYS_INLINE vf v_exp(vf x) {
-    const vf low = v_set1(-87.33654f), high = v_set1(88.72283f);
+    const vf low = v_set1(-87.33654f);
     const vf shifter = v_set1(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer kept in the low bits */
 #if VL == 16
     /* In this order of operands a NaN outlasts the minimum; the mask lets it through. */
     __mmask16 in_range = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);
     x = (vf)_mm512_min_ps(_mm512_set1_ps(89.0f), (__m512)x);
 #else
-    vi below = (vi)(x < low), above = (vi)(x > high);
+    vi below = (vi)(x < low), above = (vi)(x > v_set1(88.72283f));
 #endif
     vf t = v_fma(x, v_set1(1.44269504088896341f), shifter);
     vf n = t - shifter;
@@ -257,7 +257,6 @@ ALWAYS_INLINE vf v_exp(vf x) {
     e = v_fma(e, r, v_set1(1.0f));
     e = v_fma(e, r, v_set1(1.0f));
 #if VL == 16
-    (void)high;
     return (vf)_mm512_maskz_scalef_ps(in_range, (__m512)e, (__m512)n);
 #else
     /* n = 128 would overflow the exponent field: scale by 2^(n-1) and double */

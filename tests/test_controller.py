@@ -233,3 +233,22 @@ def test_rows_of_a_prompt_chunk_make_drafts_dearer():
     beside = choose_draft_lengths(acceptance, limits, 100, calibrated(memory_bound), None)
     assert alone.num_tokens[0] > 0
     assert beside.num_tokens[0] == 0
+
+
+def test_what_lookups_promise_is_set_beside_what_they_bring():
+    """Every sequence is planned drafts for, and one in ten has some: most of the gain that is promised never comes."""
+    scripted = Machine(lambda rows: 0.024 + 0.0002 * rows, None, np.full(MAX_K, 0.5), 32, False, found=0.1)
+    controller = scripted.controller()
+    scripted.run(300, controller)
+    assert controller.totals.predicted_gain > 1.05
+    assert controller._trust < 0.95
+
+
+def test_a_calibration_that_was_too_hopeful_is_not_held_against_drafts():
+    """A drafter that takes twice as long as its pass alone: its cost is learned first, then what it earns is judged."""
+    scripted = Machine(memory_bound, lambda rows: 0.001, np.full(MAX_K, 0.8), 1, False)
+    controller = scripted.controller()
+    scripted.drafter = lambda rows: 0.002
+    scripted.run(100, controller)
+    assert controller._trust > 0.95
+    assert controller.choice.drafts_pay

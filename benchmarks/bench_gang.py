@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # ranks as in `make serve`
     config = AppConfig.model_validate(
         {"model": arguments.model, "tensor_parallel_size": 2, "max_num_seqs": NUM_SEQUENCES, "max_model_len": 512}
     )

@@ -112,6 +112,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     print_header(this_machine(), str(options.model), load=f"{os.getloadavg()[0]:.1f} processes at the start")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # at Ray's 15 the actor would wait for the engine beside it
     ray.init(
         address="local",
         num_cpus=len(os.sched_getaffinity(0)) + len(PLACEMENTS),

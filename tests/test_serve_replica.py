@@ -1,6 +1,7 @@
 """The replica's admission, cancellation, health and live changes, without Ray and without a model."""
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -74,6 +75,20 @@ async def test_a_replica_proves_itself_with_a_real_token(engine: StubEngine, mak
     engine.failure = RuntimeError("no device")
     with pytest.raises(RuntimeError, match="no device"):
         await make_replica()
+
+
+@pytest.mark.parametrize(("nice", "is_said"), [(0, False), (15, True)])
+async def test_a_replica_that_stands_back_says_so(
+    nice: int,
+    is_said: bool,
+    make_replica: ReplicaFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(os, "getpriority", lambda which, who: nice)
+    with caplog.at_level("INFO"):
+        await make_replica()
+    assert ("RAY_worker_niceness=0" in caplog.text) == is_said
 
 
 async def test_what_the_model_does_not_allow_is_named_as_in_the_file() -> None:

@@ -1,6 +1,7 @@
 """`serve run serve_configs/two_ranks.yaml`, as it is: a gang that answers, and that leaves nothing behind."""
 
 import json
+import os
 import urllib.request
 from collections.abc import Iterator
 
@@ -39,7 +40,10 @@ def complete(server: ServeProcess, prompt: list[int], **fields: object) -> dict:
 
 
 def test_two_ranks_answer_and_leave_nothing_behind(shared_before: set[str], server: ServeProcess) -> None:
-    assert len(server.pids("ray::RankActor")) == 2
+    ranks = server.pids("ray::RankActor")
+    assert len(ranks) == 2
+    priorities = {os.getpriority(os.PRIO_PROCESS, pid) for pid in ranks}
+    assert priorities == {os.getpriority(os.PRIO_PROCESS, 0)}, "ranks must not stand back behind other processes"
     drafted = complete(server, HELDOUT["prompt_ids"][0], include_speculation_metrics=True)
     plain = complete(server, HELDOUT["prompt_ids"][0], speculative={"num_speculative_tokens": 0})
     assert drafted["choices"][0]["text"] == plain["choices"][0]["text"] != ""

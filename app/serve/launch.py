@@ -43,6 +43,8 @@ def main(arguments: list[str]) -> int:
         return 1
     # Ray reports its use to its makers unless told otherwise; that is the user's to switch on.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray starts its workers at nice 15, where whatever else computes on this machine takes their time from them.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Each stops the server in good order, also where a shell has told its background jobs to ignore the first.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -89,6 +89,12 @@ class TargetReplica:
         self, config: AppConfig, engine_factory: EngineFactory = load_engine
     ) -> None:
         log_with_serve()
+        if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
+            logger.info(
+                "This process runs at nice %d: others on this machine go first. RAY_worker_niceness=0, set before Ray "
+                "starts, ends that",
+                nice,
+            )
         self._config = config
         self._open: dict[str, _OpenRequest] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()

@@ -56,7 +56,9 @@ class ServeProcess:
         """Returns when the server has said that it is ready. Raises RuntimeError with its output if it never does."""
         path = self._folder / "serve.yaml"
         path.write_text(yaml.safe_dump(self.content))
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_worker_niceness")
+        }
         environment |= {"RAY_TMPDIR": str(self._folder), "RAY_AUTH_MODE": "disabled"}
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(

@@ -200,6 +200,7 @@ def test_the_log_says_what_was_done_since_the_last_line() -> None:
         "0.00 drafts a sequence and step, at most 4; accepted by position -; mean acceptance length 1.00; "
         "drafts in 60% of steps; 1.25 x plain, 1.50 predicted; drafter faults 2, 2 of them new"
     )
+    assert "x plain" not in describe_activity(later, {**difference(later, BUSY), "controller_num_decisions": 4}, 10.0)
 
 
 def test_without_drafts_the_log_does_not_speak_of_them() -> None:

@@ -6,6 +6,9 @@ from app.serve.metric import Stats
 
 logger = logging.getLogger("ray.serve")
 
+FEWEST_DECISIONS = 20
+"""Of the draft length, for what they gained to be told: few steps, as when a replica warms up, say nothing of it."""
+
 
 def log_activity(stats: Stats, since: Stats, period_s: float) -> None:
     """Says nothing where there was nothing to do."""
@@ -39,9 +42,11 @@ def _speculation(stats: Stats, since: Stats) -> list[str]:
         f"accepted by position {rates or '-'}",
         f"mean acceptance length {(since['num_accepted'] + num_steps) / num_steps:.2f}",
     ]
-    if since.get("controller_num_decisions"):
-        parts.append(f"drafts in {1 - since['controller_num_plain'] / since['controller_num_decisions']:.0%} of steps")
-    if plain_tokens := since.get("controller_plain_tokens"):
+    num_decisions = since.get("controller_num_decisions", 0)
+    if num_decisions:
+        parts.append(f"drafts in {1 - since['controller_num_plain'] / num_decisions:.0%} of steps")
+    plain_tokens = since.get("controller_plain_tokens")
+    if plain_tokens and num_decisions >= FEWEST_DECISIONS:
         emitted, predicted = since["controller_emitted_tokens"], since["controller_predicted_tokens"]
         parts.append(f"{emitted / plain_tokens:.2f} x plain, {predicted / plain_tokens:.2f} predicted")
     if stats["num_drafter_faults"]:

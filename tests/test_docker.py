@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 from app.config import AppConfig
 from app.serve.config_file import ServeFile
+from app.serve.launch import RAY_DEFAULTS
 from app.serve.placement import check_placeable, rank_bundles
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -148,6 +149,11 @@ def test_the_image_runs_as_nobody_special_and_says_whether_it_is_well():
     assert "/health" in FINAL.all("HEALTHCHECK")[0]
     text = (DOCKER / "Dockerfile").read_text()
     assert not re.search(r"(?i)(token|secret|password|api_?key)\s*=", text)
+
+
+def test_the_image_tells_ray_what_make_serve_tells_it():
+    environment = set(FINAL.all("ENV")[0].split())
+    assert {f"{name}={value}" for name, value in RAY_DEFAULTS.items()} <= environment
 
 
 def test_the_image_serves_a_file_that_is_in_it():

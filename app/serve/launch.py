@@ -40,7 +40,7 @@ RAY_DEFAULTS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # Serve's controller looks around ten times a second otherwise.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.2",
 }
 """What Ray is told where the environment says nothing else."""
 

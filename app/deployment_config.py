@@ -99,8 +99,8 @@ class DeploymentConfig(Section):
     graceful_shutdown_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="How long a replica that is taken away may finish its answers; then they are cut. "
-        "Default: request_timeout_s, so that none is.",
+        description="How long a replica that is taken away may finish its answers; then they are cut. In a "
+        "redeployment requests wait for the new replica so long: it should load sooner. Default: request_timeout_s.",
     )
     health_check_period_s: float = Field(default=2.0, gt=0, description="A lost rank is noticed so much later.")
     health_check_timeout_s: float = Field(default=30.0, gt=0)

@@ -25,6 +25,7 @@ from app.config import AppConfig
 from app.engine.outputs import GenerationRequest
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
+from app.serve.launch import tell_ray
 from benchmarks.machine import this_machine
 from benchmarks.report import format_table, number, print_header, print_json
 
@@ -95,7 +96,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_worker_niceness", "0")  # ranks as in `make serve`
+    tell_ray()
     config = AppConfig.model_validate(
         {"model": arguments.model, "tensor_parallel_size": 2, "max_num_seqs": NUM_SEQUENCES, "max_model_len": 512}
     )

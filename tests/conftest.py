@@ -11,7 +11,7 @@ from tests.helpers.tiny_models import make_tiny_checkpoint
 
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.update(RAY_worker_niceness="0")  # with Ray's 15, whatever computes beside these tests stops them
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # with Ray's 15, whatever computes beside tests stops them
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

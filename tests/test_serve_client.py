@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from grpc import StatusCode
+from grpc.aio import AioRpcError, Metadata
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
@@ -19,6 +21,7 @@ from app.serve.messages import Refused
 from app.serve.replica_client import ReplicaClient
 
 REQUEST = GenerationRequest("r", [1], SamplingParams(max_tokens=2))
+BROKEN_CALL = AioRpcError(StatusCode.CANCELLED, Metadata(), Metadata())
 DELTAS = [[SequenceDelta("r", 0, "a")], [SequenceDelta("r", 0, "b", finish_reason="length")]]
 
 
@@ -100,6 +103,7 @@ async def test_deltas_pass_as_they_are() -> None:
         (Refused("unavailable", "the step loop failed"), EngineUnavailableError, "the step loop failed"),
         (BackPressureError(9, 8), QueueFullError, "backpressure"),
         (ActorDiedError(), EngineUnavailableError, "the replica that held this request is gone"),
+        (BROKEN_CALL, EngineUnavailableError, "the replica that held this request is gone"),
         (DeploymentUnavailableError(DeploymentID("T")), EngineUnavailableError, "no replica runs"),
     ],
 )
@@ -190,6 +194,7 @@ def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         [[LOST], DELTAS],
         [[ActorDiedError()], DELTAS],
+        [[BROKEN_CALL], DELTAS],
         [[DEAD], [DEAD], [DEAD], DELTAS],
         [[DEAD], [LOST], [DEAD], DELTAS],
         [[LOST], [DEAD], [ActorDiedError()], [DEAD], [ActorDiedError()], DELTAS],

@@ -13,7 +13,7 @@ from ray.serve.schema import ApplicationStatus
 
 from app.serve import launch
 from app.serve.config_file import ServeFile
-from app.serve.launch import Announcer
+from app.serve.launch import RAY_DEFAULTS, Announcer
 
 
 @pytest.fixture
@@ -45,6 +45,14 @@ def interrupts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def script(monkeypatch: pytest.MonkeyPatch, *answers: tuple[ApplicationStatus, str] | None) -> None:
     remaining = list(answers)
     monkeypatch.setattr(launch, "_application", lambda name: remaining.pop(0))
+
+
+def test_what_the_environment_says_to_ray_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in RAY_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_worker_niceness", "7")
+    launch.tell_ray()
+    assert {name: os.environ[name] for name in RAY_DEFAULTS} == RAY_DEFAULTS | {"RAY_worker_niceness": "7"}
 
 
 def test_the_ready_line_can_be_pasted(

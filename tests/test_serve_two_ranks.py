@@ -4,9 +4,11 @@ import json
 import os
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from app.serve.launch import RAY_DEFAULTS
 from tests.helpers.gang_cluster import wait_for
 from tests.helpers.leftovers import abandoned_shared_memory, listening_sockets, shared_memory, sockets_of
 from tests.helpers.serve_process import REPOSITORY, ServeProcess
@@ -44,6 +46,9 @@ def test_two_ranks_answer_and_leave_nothing_behind(shared_before: set[str], serv
     assert len(ranks) == 2
     priorities = {os.getpriority(os.PRIO_PROCESS, pid) for pid in ranks}
     assert priorities == {os.getpriority(os.PRIO_PROCESS, 0)}, "ranks must not stand back behind other processes"
+    for pid in server.pids("ray::ServeReplica"):
+        told = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        assert {f"{name}={value}" for name, value in RAY_DEFAULTS.items()} <= set(told)
     drafted = complete(server, HELDOUT["prompt_ids"][0], include_speculation_metrics=True)
     plain = complete(server, HELDOUT["prompt_ids"][0], speculative={"num_speculative_tokens": 0})
     assert drafted["choices"][0]["text"] == plain["choices"][0]["text"] != ""

@@ -16,6 +16,7 @@ from app.config import AppConfig
 from app.drafter_loader import DrafterDescription, DrafterLoader
 from app.engine.plan import StepPlan, StepResult
 from app.serve.placement import draft_actor_options
+from app.serve.priority import warn_if_held_back
 from app.speculative.detached_drafter import DetachedDrafter
 from app.speculative.loaded_proposer import LoadedProposer
 from app.speculative.proposer import Drafts
@@ -36,6 +37,7 @@ class DraftActor:
 
     def __init__(self, config: AppConfig, num_threads: int) -> None:
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+        warn_if_held_back(logger)
         torch.set_num_threads(num_threads)
         self._config = config
         self._loader: DrafterLoader | None = None

@@ -35,7 +35,9 @@ RAY_DEFAULTS = {
     "RAY_worker_niceness": "0",
     # A streamed delivery costs the processes on its way less than half: by gRPC from deployment to deployment rather
     # than as an object of Ray's, and without a change of threads in each. Where the model's threads have no more cores
-    # than they use, whatever those processes take stops all of them.
+    # than they use, whatever those processes take stops all of them. These are switches of Serve's own, which its
+    # RAY_SERVE_THROUGHPUT_OPTIMIZED sets, too. For one machine: a node that falls silent ends a call of Ray's soon, and
+    # one of gRPC's after minutes.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
@@ -56,8 +58,7 @@ def main(arguments: list[str]) -> int:
     except ValueError as error:
         print(f"{path}: {error}", file=sys.stderr)
         return 1
-    for name, value in RAY_DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    tell_ray()
     # Each stops the server in good order, also where a shell has told its background jobs to ignore the first.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -70,6 +71,12 @@ def main(arguments: list[str]) -> int:
         print(f"\nThe application failed to start: {announcer.failure}", file=sys.stderr)
         return 1
     return announcer.command_status
+
+
+def tell_ray() -> None:
+    """For the processes that Ray is going to start: this one has read its own constants when Serve was imported."""
+    for name, value in RAY_DEFAULTS.items():
+        os.environ.setdefault(name, value)
 
 
 class Announcer(threading.Thread):

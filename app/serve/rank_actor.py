@@ -19,10 +19,13 @@ from app.follower import Follower
 from app.own_thread import run_in_own_thread
 from app.serve.draft_actor import received_drafts
 from app.serve.host_interface import interface_of
+from app.serve.priority import warn_if_held_back
 from app.serve.step_thread import StepThread
 from app.worker import Worker
 from app.worker_loader import LoadedModel, load_follower, load_worker, select_device
 from models.parallel import TensorParallelGroup, set_tensor_parallel_group
+
+logger = logging.getLogger(__name__)
 
 LIFETIME_GROUP, CONTROL_GROUP, STEP_GROUP = "lifetime", "control", "steps"
 CONCURRENCY_GROUPS = {LIFETIME_GROUP: 1, CONTROL_GROUP: 1, STEP_GROUP: 2}  # a step, and the next one's plan
@@ -46,6 +49,7 @@ class RankActor:
 
     def __init__(self, rank: int, config: AppConfig) -> None:
         logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+        warn_if_held_back(logger)
         self._rank, self._config = rank, config
         self._size = config.tensor_parallel_size
         self._device = select_device(config.device)

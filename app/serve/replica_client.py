@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, cast
 
+from grpc.aio import AioRpcError
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
@@ -94,7 +95,7 @@ class ReplicaClient:
         except DeploymentUnavailableError as error:
             ended = True
             raise EngineUnavailableError(f"no replica runs, and none is on its way: {error}") from error
-        except RayActorError as error:
+        except (RayActorError, AioRpcError) as error:  # of an actor's call; of gRPC, where Serve is told to use it
             ended = True
             message = "the replica that held this request is gone; send it again"
             raise _LostError(message, held_request=True if has_begun else None) from error

@@ -19,6 +19,7 @@ from app.serve.autoscaling import load_of
 from app.serve.messages import ModelDescription, Refused
 from app.serve.metrics import ReplicaMetrics
 from app.serve.package_logs import log_with_serve
+from app.serve.priority import warn_if_held_back
 from app.serve.stats_reporter import StatsReporter
 
 logger = logging.getLogger("ray.serve")
@@ -89,12 +90,7 @@ class TargetReplica:
         self, config: AppConfig, engine_factory: EngineFactory = load_engine
     ) -> None:
         log_with_serve()
-        if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
-            logger.info(
-                "This process runs at nice %d: others on this machine go first. RAY_worker_niceness=0, set before Ray "
-                "starts, ends that",
-                nice,
-            )
+        warn_if_held_back(logger)
         self._config = config
         self._open: dict[str, _OpenRequest] = {}
         self._aborted: OrderedDict[str, None] = OrderedDict()

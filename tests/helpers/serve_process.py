@@ -16,6 +16,8 @@ from typing import Any
 
 import yaml
 
+from app.serve.launch import RAY_DEFAULTS
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
@@ -56,9 +58,8 @@ class ServeProcess:
         """Returns when the server has said that it is ready. Raises RuntimeError with its output if it never does."""
         path = self._folder / "serve.yaml"
         path.write_text(yaml.safe_dump(self.content))
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_worker_niceness")
-        }
+        launchers = {"RAY_ADDRESS", *RAY_DEFAULTS}  # its own to set
+        environment = {name: value for name, value in os.environ.items() if name not in launchers}
         environment |= {"RAY_TMPDIR": str(self._folder), "RAY_AUTH_MODE": "disabled"}
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(

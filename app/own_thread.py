@@ -13,7 +13,8 @@ def run_in_own_thread(function: Callable[[], Result]) -> "Future[Result]":
 
     OpenMP keeps a team for every thread that has computed, and its threads wait awake for the next kernel only while
     all teams together fit the cores. A team that is left behind puts those of every later step to sleep between two
-    kernels, at twice the time of a step; it goes with its thread.
+    kernels, at twice the time of a step; it goes with its thread. An executor's thread would do as well, but for the
+    interpreter's end, which waits for it: Ctrl-C is not to wait for a download.
     """
     future: Future[Result] = Future()
 

@@ -46,7 +46,9 @@ def test_two_ranks_answer_and_leave_nothing_behind(shared_before: set[str], serv
     assert len(ranks) == 2
     priorities = {os.getpriority(os.PRIO_PROCESS, pid) for pid in ranks}
     assert priorities == {os.getpriority(os.PRIO_PROCESS, 0)}, "ranks must not stand back behind other processes"
-    for pid in server.pids("ray::ServeReplica"):
+    replicas = server.pids("ray::ServeReplica")
+    assert len(replicas) == 2, "the target's and the ingress's"
+    for pid in replicas:
         told = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
         assert {f"{name}={value}" for name, value in RAY_DEFAULTS.items()} <= set(told)
     drafted = complete(server, HELDOUT["prompt_ids"][0], include_speculation_metrics=True)

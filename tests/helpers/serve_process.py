@@ -16,8 +16,6 @@ from typing import Any
 
 import yaml
 
-from app.serve.launch import RAY_DEFAULTS
-
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
@@ -58,8 +56,8 @@ class ServeProcess:
         """Returns when the server has said that it is ready. Raises RuntimeError with its output if it never does."""
         path = self._folder / "serve.yaml"
         path.write_text(yaml.safe_dump(self.content))
-        launchers = {"RAY_ADDRESS", *RAY_DEFAULTS}  # its own to set
-        environment = {name: value for name, value in os.environ.items() if name not in launchers}
+        # What Ray is told is the launcher's to say.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         environment |= {"RAY_TMPDIR": str(self._folder), "RAY_AUTH_MODE": "disabled"}
         with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(

@@ -252,3 +252,11 @@ def test_a_calibration_that_was_too_hopeful_is_not_held_against_drafts():
     scripted.run(100, controller)
     assert controller._trust > 0.95
     assert controller.choice.drafts_pay
+
+
+def test_drafts_that_say_too_much_of_themselves_are_judged_by_what_they_bring():
+    """They are chosen after they are made, and judged where any were chosen."""
+    scripted = Machine(lambda rows: 0.02 + 0.002 * rows, None, np.full(MAX_K, 0.7), 8, True, overstated=0.3)
+    controller = scripted.controller()
+    scripted.run(30, controller)
+    assert controller._trust < 0.9

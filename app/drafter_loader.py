@@ -16,6 +16,7 @@ from app.speculative.loaded_proposer import LoadedProposer, ProposerContext, Tar
 from app.speculative.registry import load_proposer
 from app.speculative.sequence_mirror import MirrorImage, SequenceMirror
 from app.worker_loader import DTYPES, calibrate_drafter, select_device, served_context
+from kernels import ops
 from models.checkpoint import resolve_checkpoint
 from models.config import read_model_config
 from models.tokenizer import load_tokenizer
@@ -55,6 +56,8 @@ class DrafterLoader:
         )
         loaded = load_proposer(config.speculative_config, target)
         assert loaded is not None
+        if target.device.type == "cpu":
+            ops.set_num_threads(None, target.dtype)
         self._loaded: LoadedProposer = loaded
 
     def describe(self) -> DrafterDescription:

@@ -11,10 +11,11 @@ Result = TypeVar("Result")
 def run_in_own_thread(function: Callable[[], Result]) -> "Future[Result]":
     """For what computes once beside the thread that computes for good, such as loading and timing a model.
 
-    OpenMP keeps a team for every thread that has computed, and its threads wait awake for the next kernel only while
-    all teams together fit the cores. A team that is left behind puts those of every later step to sleep between two
-    kernels, at twice the time of a step; it goes with its thread. An executor's thread would do as well, but for the
-    interpreter's end, which waits for it: Ctrl-C is not to wait for a download.
+    OpenMP, which torch's operators compute by, keeps a team for every thread that has called one, and the team's
+    threads wait awake for the next call only while all teams together fit the cores. Where those operators carry out
+    the steps, a team that is left behind puts the steps' own to sleep between two calls, at twice the time of a step;
+    it goes with its thread. An executor's thread would do as well, but for the interpreter's end, which waits for it:
+    Ctrl-C is not to wait for a download.
     """
     future: Future[Result] = Future()
 

@@ -23,6 +23,7 @@ from app.speculative.registry import check_target, load_proposer
 from app.speculative.step_decision import StepDecision
 from app.speculative.verifier import Verifier
 from app.worker import Worker
+from kernels import ops
 from kernels.packed_weight import BlockScaledWeight, PackedWeight
 from models import parallel
 from models.causal_lm import CausalLM
@@ -156,6 +157,8 @@ def _load_networks(
         step_shape(config, model_config, max_model_len, loaded_proposer),
     )
     pool = KVCache(specs, parallel.least(num_blocks), config.block_size, device)
+    if device.type == "cpu":  # up to here torch's operators did the work
+        ops.set_num_threads(config.num_threads, model.config.dtype)
     return _Networks(model, loaded_proposer, pool, max_model_len)
 
 

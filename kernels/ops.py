@@ -14,6 +14,7 @@ import torch
 
 from kernels import composed, reference
 from kernels.cpu import ops as cpu_ops
+from kernels.cpu import threads
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import PackedWeight, Weight
 
@@ -33,6 +34,15 @@ def select_backend(device_type: str, dtype: torch.dtype) -> ModuleType:
         backend = cpu_ops
     logger.info("kernels for %s on %s: %s", dtype, device_type, backend.__name__)
     return backend
+
+
+def set_num_threads(num: int | None, dtype: torch.dtype) -> None:
+    """CPU threads of the operators on this dtype from now on, and of torch's own; None: as many as so far."""
+    num = num or threads.num_threads()
+    if select_backend("cpu", dtype) is cpu_ops:
+        threads.set_num_threads(num)
+    else:
+        torch.set_num_threads(num)
 
 
 def is_row_invariant(x: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ class StepThread:
     """Carries plans out in the order of their ids, counted from 0, whichever threads bring them in whichever order.
 
     A plan that waits here starts the moment the one before it ends, before that one's result is packed and sent. One
-    thread for all of them, since OpenMP keeps a team of threads for every thread that computes.
+    thread for all of them, since each that computes keeps scratch memory, and a team of OpenMP's for torch's operators.
     """
 
     def __init__(self, step: Step) -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from kernels.cpu.calls import check_memory, functions, loaded_library, token_rows
+from kernels.cpu.threads import num_threads
 from kernels.metadata import AttentionMetadata
 
 
@@ -68,7 +69,7 @@ def paged_attention(
     assert metadata.max_context_len <= block_tables.shape[1] * block_size
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=query.dtype)
     failed = loaded_library().released.paged_attention(
-        torch.get_num_threads(),
+        num_threads(),
         num_tokens,
         context_lens.shape[0],
         num_heads,

@@ -17,7 +17,7 @@ SOURCE_FOLDER = Path(__file__).parent
 SOURCES = ("amx_tile.c", "attention.c", "dot_tile.c", "layers.c", "linear.c", "parallel.c", "value_sum.c")
 HEADERS = ("amx_tile.h", "attention_tile.h", "dot_tile.h", "layers.h", "parallel.h", "simd.h", "value_sum.h")
 # Contraction off: a kernel fuses a product and a sum where its source says so, in all of its instances alike.
-COMMON_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC")
+COMMON_FLAGS = ("-std=gnu11", "-O3", "-ffp-contract=off", "-fPIC", "-pthread")
 # The first that compiler and assembler take; some know the host's CPU under another flag, or not the whole of it.
 WITHOUT_AMX = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
 TARGET_FLAGS = (("-march=native",), ("-march=native", *WITHOUT_AMX), ("-mcpu=native",), ())

@@ -7,6 +7,7 @@ import torch
 
 from kernels import reference
 from kernels.cpu.calls import as_rows, check_memory, functions, loaded_library
+from kernels.cpu.threads import num_threads
 from kernels.metadata import AttentionMetadata
 from kernels.packed_weight import PackedWeight, Weight
 
@@ -22,7 +23,7 @@ def linear_silu_and_mul(
     rows = as_rows(x)
     num_rows, num_columns = rows.shape
     width, is_float = weight.num_rows // 2, x.dtype == torch.float32
-    library, num_threads = loaded_library().released, torch.get_num_threads()
+    library = loaded_library().released
     linear = library.linear_float if is_float else library.linear_bf16
     assert num_columns == weight.num_columns
     assert weight.data.dtype == x.dtype
@@ -32,7 +33,7 @@ def linear_silu_and_mul(
     if num_rows:
         check_memory(
             linear(
-                num_threads,
+                num_threads(),
                 num_rows,
                 product.shape[1],
                 num_columns,
@@ -47,7 +48,7 @@ def linear_silu_and_mul(
         )
     out = product if gated else torch.empty(num_rows, width, dtype=x.dtype)
     if not gated:
-        library.silu_and_mul(num_threads, num_rows, width, is_float, product.data_ptr(), 2 * width, out.data_ptr())
+        library.silu_and_mul(num_threads(), num_rows, width, is_float, product.data_ptr(), 2 * width, out.data_ptr())
     return out if x is rows else out.view(*x.shape[:-1], width)
 
 
@@ -72,7 +73,7 @@ def join_norms(
     assert positions.is_contiguous()
     out = torch.empty(num_rows, 2 * width, dtype=x.dtype)
     functions(num_rows).join_norms(
-        torch.get_num_threads(),
+        num_threads(),
         num_rows,
         width,
         x.dtype == torch.float32,
@@ -136,7 +137,7 @@ def qkv_attention(
     assert metadata.max_context_len <= block_tables.shape[1] * block_size
     out = torch.empty(num_tokens, num_heads * head_dim, dtype=qkv.dtype)
     refused = loaded_library().released.qkv_attention(
-        torch.get_num_threads(),
+        num_threads(),
         num_tokens,
         context_lens.shape[0],
         num_heads,

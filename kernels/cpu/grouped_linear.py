@@ -5,6 +5,7 @@ import torch
 
 from kernels import reference_linear
 from kernels.cpu.calls import check_memory, loaded_library
+from kernels.cpu.threads import num_threads
 from kernels.packed_weight import PackedWeight, Weight
 
 
@@ -62,7 +63,7 @@ def _run(
     if not num_rows:
         return out
     failed = loaded_library().released.grouped_linear(
-        torch.get_num_threads(),
+        num_threads(),
         len(groups),
         groups.ctypes.data,
         row_step,

@@ -5,8 +5,6 @@ import functools
 import logging
 from pathlib import Path
 
-import torch
-
 from kernels.cpu.compiler import CompilationError, build_library, cache_folder
 
 logger = logging.getLogger(__name__)
@@ -16,7 +14,6 @@ _LINEAR = (_SIZE, _SIZE, _SIZE, _SIZE, _POINTER, _SIZE, _POINTER, _POINTER, _POI
 
 # Argument types by function, in the order of its definition in C; a function returns an int if it can fail.
 SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "set_thread_runtime": (None, (_POINTER,)),
     "has_amx": (_INT, ()),
     "linear_float": (_INT, _LINEAR),
     "linear_bf16": (_INT, _LINEAR),
@@ -72,7 +69,6 @@ class Library:
     def __init__(self, path: Path) -> None:
         self.held = _declare(ctypes.PyDLL(str(path)))
         self.released = _declare(ctypes.CDLL(str(path)))
-        self.released.set_thread_runtime(_thread_runtime())
 
 
 @functools.cache
@@ -93,13 +89,3 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
-
-
-def _thread_runtime() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime that torch itself uses; None without OpenMP."""
-    try:
-        entry = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # a look-up through torch's own dependencies
-    except AttributeError:
-        logger.warning("torch's OpenMP runtime was not found: the CPU kernels run on one thread")
-        return None
-    return ctypes.cast(entry, ctypes.c_void_p).value

@@ -12,6 +12,7 @@ from kernels.cpu.calls import as_rows, check_memory, functions, loaded_library, 
 from kernels.cpu.fused import join_norms, linear_silu_and_mul, qkv_attention
 from kernels.cpu.grouped_linear import batched_linear, grouped_linear
 from kernels.cpu.library import load_library
+from kernels.cpu.threads import num_threads
 from kernels.packed_weight import PackedWeight, Weight
 
 __all__ = [
@@ -87,7 +88,7 @@ def linear(
         return out
     library = loaded_library().released
     failed = (library.linear_float if is_float else library.linear_bf16)(
-        torch.get_num_threads(),
+        num_threads(),
         num_rows,
         weight.num_rows,
         num_columns,
@@ -156,7 +157,7 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
     assert weight.is_contiguous()
     out = torch.empty(x.shape, dtype=x.dtype)
     functions(num_rows).rms_norm(
-        torch.get_num_threads(),
+        num_threads(),
         num_rows,
         width,
         x.dtype == torch.float32,
@@ -178,7 +179,7 @@ def silu_and_mul(
     assert width % 2 == 0
     out = torch.empty((*gate_up.shape[:-1], width // 2), dtype=gate_up.dtype)
     functions(num_rows).silu_and_mul(
-        torch.get_num_threads(),
+        num_threads(),
         num_rows,
         width // 2,
         gate_up.dtype == torch.float32,
@@ -209,7 +210,7 @@ def rotary_embedding(
     assert cos_sin_cache.is_contiguous()
     assert rotary_dim <= head_dim
     out_of_range = functions(num_tokens).rotary_embedding(
-        torch.get_num_threads(),
+        num_threads(),
         num_tokens,
         num_heads,
         key.shape[1],

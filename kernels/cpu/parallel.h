@@ -1,13 +1,12 @@
-/* Splitting a kernel's tasks over the threads of the OpenMP runtime that torch has already started.
+/* Splitting a kernel's tasks over threads, on cores that other processes want, too.
  *
- * A second runtime would have threads of its own, spinning against torch's on the same cores. So the kernels are
- * compiled without -fopenmp and call the one entry point `GOMP_parallel` (exported by libgomp, libomp and libiomp5
- * alike) of the library loaded with torch, handed over once by `set_thread_runtime`. Its threads spin briefly between
- * two calls and then sleep, which makes a call of a few microseconds worth splitting. Without a runtime everything runs
- * serially.
+ * Tasks are taken from a counter, so that a core which another process slows down takes fewer. Which thread computes a
+ * task, and how many there are, never enters the result.
  *
- * Tasks are taken from a counter, so that a core which another process slows down takes fewer. Which thread computes
- * a task, and how many there are, never enters the result.
+ * OpenMP ends a region when all threads of a team have come to its end, so that one which has lost its core for a
+ * moment stops the others even where it has nothing left to do. Here a call waits only for threads that are in the
+ * middle of it: whoever comes too late for a call is not waited for. And threads that wait let others run on their
+ * cores meanwhile, rather than spin on; what those others want is then done when it delays nobody.
  */
 #pragma once
 #include <stddef.h>
@@ -26,5 +25,7 @@ static inline int64_t take_task(TaskQueue *queue) { return __atomic_fetch_add(&q
 enum ScratchUse { SCRATCH_TASK, SCRATCH_CALL, NUM_SCRATCH };
 void *thread_scratch(enum ScratchUse use, size_t bytes);
 
-/* Calls body(context) on up to num_threads threads at once and returns when all have. */
+/* Calls body(context) on the calling thread and on up to num_threads - 1 others at once; returns when all have. One
+ * call of `body` does all that is left to do, so that others may come late, twice or not at all. Of two threads that
+ * call this at the same time one gets no help. */
 void run_on_threads(int64_t num_threads, void (*body)(void *), void *context);

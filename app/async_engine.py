@@ -33,6 +33,12 @@ class EngineStalledError(RuntimeError):
     """Work is pending, and neither a step nor a call has finished for longer than the limit."""
 
 
+def until_delivery(now: float, num_open_requests: int) -> float:
+    """Seconds from `now` to the next of the moments at which streams are given what has come."""
+    period = min(DELIVERY_S * num_open_requests, MOST_PAUSE_S)
+    return period - now % period
+
+
 class AsyncEngine:
     """Runs an LLMEngine's steps in one thread, which alone touches it.
 
@@ -74,7 +80,8 @@ class AsyncEngine:
         """A request's deltas, one a choice at a time; closing the iterator aborts the request.
 
         The first comes at once, and so does the end. With many requests open what lies between comes some steps at a
-        time: every delivery takes the processes on its way some time, which is the engine's where cores are few.
+        time, to all of them at the same moments: deliveries take the processes on their way some time, which is the
+        engine's where cores are few, and less of it when they come together.
 
         Raises ValueError for a request that the engine refuses, before the first delta; EngineDeadError
         where the step loop has failed.
@@ -86,7 +93,8 @@ class AsyncEngine:
             await self._call(lambda: self._engine.add_request(request))
             while not stream.finished:
                 yield await stream.next_deltas()
-                await stream.rest(self._pause_s(request))
+                pause_s = until_delivery(self._loop.time(), len(self._streams)) if request.streamed else None
+                await stream.rest(pause_s)
         finally:
             self._streams.pop(request.request_id, None)
             if not stream.finished:
@@ -129,10 +137,6 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._watchdog.cancel)
         self._inbox.put(None)
         self._thread.join(timeout=self._stall_limit_s)
-
-    def _pause_s(self, request: GenerationRequest) -> float | None:
-        """Between two deliveries; None: all that is left comes with the end."""
-        return min(DELIVERY_S * len(self._streams), MOST_PAUSE_S) if request.streamed else None
 
     def _stall(self) -> EngineStalledError | None:
         if not self._busy:  # read first: the step thread sets it after the time that is read next

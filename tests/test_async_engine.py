@@ -71,7 +71,7 @@ async def test_between_its_first_delivery_and_its_end_a_stream_comes_some_steps_
     request = GenerationRequest("first", PROMPT, ENDLESS)
     expected = await collect(engine, request)
     num_deliveries = []
-    for i, (pause_s, streamed) in enumerate(((0.0, True), (30.0, True), (0.0, False))):
+    for i, (pause_s, streamed) in enumerate(((1e-9, True), (1e9, True), (1e-9, False))):
         monkeypatch.setattr(async_engine, "DELIVERY_S", pause_s)
         monkeypatch.setattr(async_engine, "MOST_PAUSE_S", pause_s)
         asked = replace(request, request_id=f"paced-{i}", streamed=streamed)
@@ -83,6 +83,15 @@ async def test_between_its_first_delivery_and_its_end_a_stream_comes_some_steps_
         num_deliveries.append(len(deliveries))
     assert num_deliveries[0] > 20
     assert num_deliveries[1:] == [2, 2]
+
+
+def test_streams_are_given_what_has_come_at_the_same_moments():
+    moments = {now + async_engine.until_delivery(now, 16) for now in (7.01, 7.03, 7.07, 7.1)}
+    assert len({round(moment, 6) for moment in moments}) == 1
+    pauses = [async_engine.until_delivery(1000.001, num) for num in (1, 4, 16, 32, 64)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= async_engine.DELIVERY_S
+    assert pauses[-1] <= async_engine.MOST_PAUSE_S
 
 
 async def test_closing_a_stream_frees_its_sequences(engine):

@@ -25,7 +25,7 @@ from app.config import AppConfig
 from app.engine.outputs import GenerationRequest
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
-from app.serve.launch import tell_ray
+from app.serve.launch import schedule_as_batch, tell_ray
 from benchmarks.machine import this_machine
 from benchmarks.report import format_table, number, print_header, print_json
 
@@ -97,6 +97,7 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     tell_ray()
+    schedule_as_batch()
     config = AppConfig.model_validate(
         {"model": arguments.model, "tensor_parallel_size": 2, "max_num_seqs": NUM_SEQUENCES, "max_model_len": 512}
     )

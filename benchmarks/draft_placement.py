@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from app.config import AppConfig
 from app.engine.sampling_params import SamplingParams
 from app.llm_engine import LLMEngine
-from app.serve.launch import tell_ray
+from app.serve.launch import schedule_as_batch, tell_ray
 from app.serve.processes import start_executor
 from benchmarks.machine import this_machine
 from benchmarks.report import format_table, print_header
@@ -114,6 +114,7 @@ def main() -> None:
     options = parse_arguments()
     print_header(this_machine(), str(options.model), load=f"{os.getloadavg()[0]:.1f} processes at the start")
     tell_ray()
+    schedule_as_batch()
     ray.init(
         address="local",
         num_cpus=len(os.sched_getaffinity(0)) + len(PLACEMENTS),

@@ -56,7 +56,7 @@ class DrafterLoader:
         )
         loaded = load_proposer(config.speculative_config, target)
         assert loaded is not None
-        if target.device.type == "cpu":
+        if has_network and self._device.type == "cpu":
             ops.set_num_threads(None, target.dtype)
         self._loaded: LoadedProposer = loaded
 

@@ -24,6 +24,7 @@ from app.speculative.step_decision import StepDecision
 from app.speculative.verifier import Verifier
 from app.worker import Worker
 from kernels import ops
+from kernels.cpu import threads
 from kernels.packed_weight import BlockScaledWeight, PackedWeight
 from models import parallel
 from models.causal_lm import CausalLM
@@ -134,8 +135,8 @@ def _load_networks(
     remote: LoadedProposer | None = None,
 ) -> _Networks:
     device = select_device(config.device)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
+    if device.type == "cpu" or config.num_threads is not None:
+        torch.set_num_threads(config.num_threads or threads.num_threads())
     model_config = read_model_config(folder)
     max_model_len = served_context(config, model_config)
     check_target(config.speculative_config, folder, model_config)

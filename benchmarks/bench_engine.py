@@ -29,6 +29,7 @@ from benchmarks.operators import TorchOperators, is_dense, step_weight_bytes
 from benchmarks.report import print_header, print_json
 from benchmarks.startup_probe import measure_startup
 from benchmarks.workloads import NUM_NEW_TOKENS, PromptSet, Workload, read_prompts, select_workloads
+from kernels.cpu import threads
 from models.config import read_model_config
 
 NUM_LONG_PROMPTS = 6
@@ -104,13 +105,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         if not options.no_startup:
             _say(f"start-up of {method}")
             startup[method] = measure_startup(config)
-    runners = {method: EngineRunner(build_engine(method, config)) for method, config in configs.items()}
     weight_bytes = step_weight_bytes(model_config, dtype)
     bandwidth = read_bandwidth(device)
+    runners = {method: EngineRunner(build_engine(method, config)) for method, config in configs.items()}
     runs = measure(runners, prompts, workloads, options)
-    bandwidth = max(bandwidth, read_bandwidth(device))
     for runner in runners.values():
         runner.engine.shutdown()
+    torch.set_num_threads(threads.num_threads())  # engines leave torch's own operators one
+    bandwidth = max(bandwidth, read_bandwidth(device))
 
     operators = TorchOperators(model_config, dtype, device) if has_operators else None
     baseline = runs[options.methods[0]]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -28,6 +27,7 @@ from app.serve.processes import start_executor
 from benchmarks.machine import this_machine
 from benchmarks.report import format_table, print_header
 from benchmarks.workloads import PromptSet, Workload
+from kernels.cpu import threads
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "inline": {"placement": "inline"},
@@ -55,7 +55,7 @@ class Contest:
         """Tokens per second of one round, and what its drafts came to."""
         engine = self._engines[name]
         halves = engine.config.speculative_config.num_microbatches > 1
-        torch.set_num_threads(max(self._num_cores - halves, 1))
+        threads.set_num_threads(max(self._num_cores - halves, 1))
         params = SamplingParams(temperature=0.0, max_tokens=num_new_tokens, ignore_eos=True)
         before, start = engine.stats(), time.perf_counter()
         engine.generate(prompts, params, use_tqdm=False)

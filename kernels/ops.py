@@ -37,7 +37,10 @@ def select_backend(device_type: str, dtype: torch.dtype) -> ModuleType:
 
 
 def set_num_threads(num: int | None, dtype: torch.dtype) -> None:
-    """CPU threads of the operators on this dtype from now on, and of torch's own; None: as many as so far."""
+    """CPU threads of the operators on this dtype from now on; None: as many as so far.
+
+    Where compiled kernels serve them, torch's own operators keep one thread; else these have all.
+    """
     num = num or threads.num_threads()
     if select_backend("cpu", dtype) is cpu_ops:
         threads.set_num_threads(num)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.cpu import threads
 from tests.helpers.recovery import TIME_TO_RECOVER
 from tests.helpers.tiny_models import make_tiny_checkpoint
 
@@ -22,9 +23,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(f"{name}: {value}")
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _one_thread() -> None:
     """Tiny models only lose by more, most of all on a busy machine; tests of the split ask for their own."""
+    threads._chosen = None
     torch.set_num_threads(1)
 
 

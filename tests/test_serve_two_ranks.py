@@ -46,7 +46,7 @@ def test_two_ranks_answer_and_leave_nothing_behind(shared_before: set[str], serv
     assert len(ranks) == 2
     priorities = {os.getpriority(os.PRIO_PROCESS, pid) for pid in ranks}
     assert priorities == {os.getpriority(os.PRIO_PROCESS, 0)}, "ranks must not stand back behind other processes"
-    policies = {os.sched_getscheduler(pid) for pid in server.pids("ray::")}
+    policies = {os.sched_getscheduler(pid) for pid in (*ranks, *server.pids("ray::Serve"))}
     assert policies == {os.SCHED_BATCH}, "what wakes up must not interrupt a rank"
     replicas = server.pids("ray::ServeReplica")
     assert len(replicas) == 2, "the target's and the ingress's"

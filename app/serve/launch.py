@@ -82,13 +82,16 @@ def tell_ray() -> None:
 
 
 def schedule_as_batch() -> None:
-    """This process and all that it is going to start: Linux lets none that wakes up interrupt one that computes.
+    """This thread and all that it is going to start: Linux lets none that wakes up interrupt one that computes.
 
     What wakes up waits for its turn, some milliseconds where no core is free. Otherwise every message on its way stops
     a thread of the model, and soon those that wait for this one's share of the step.
     """
     if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        try:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        except OSError as error:  # of a sandbox that knows no such policy, or forbids it
+            print(f"Ray's processes may interrupt the model's threads: {error}", file=sys.stderr)
 
 
 class Announcer(threading.Thread):

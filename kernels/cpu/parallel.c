@@ -27,6 +27,7 @@ static struct {
 static pthread_mutex_t caller = PTHREAD_MUTEX_INITIALIZER; /* held during a call */
 static int64_t num_helpers;                                /* changed by the holder of `caller` */
 
+/* Helpers that have waited long sleep here; a caller wakes them. */
 static pthread_mutex_t bed = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t morning = PTHREAD_COND_INITIALIZER;
 static uint32_t num_asleep; /* changed by holders of `bed` */
@@ -73,19 +74,24 @@ static void sleep_until_called(void) {
     pthread_mutex_unlock(&bed);
 }
 
+static bool take_place(void) {
+    uint32_t before = state();
+    while (before >= ONE_PLACE)
+        if (__atomic_compare_exchange_n(&call.state, &before, before - ONE_PLACE + 1, true, __ATOMIC_SEQ_CST,
+                                        __ATOMIC_SEQ_CST))
+            return true;
+    return false;
+}
+
 static void *help(void *unused) {
-    for (;; unused = NULL) {
+    (void)unused;
+    for (;;) {
         if (!await(has_places, AWAKE_NS)) sleep_until_called();
-        uint32_t before = state();
-        while (before >= ONE_PLACE)
-            if (__atomic_compare_exchange_n(&call.state, &before, before - ONE_PLACE + 1, true, __ATOMIC_SEQ_CST,
-                                            __ATOMIC_SEQ_CST)) {
-                call.body(call.context);
-                __atomic_fetch_sub(&call.state, 1, __ATOMIC_SEQ_CST);
-                break;
-            }
+        if (!take_place()) continue;
+        call.body(call.context);
+        __atomic_fetch_sub(&call.state, 1, __ATOMIC_SEQ_CST);
     }
-    return unused;
+    return NULL;
 }
 
 /* In the child of a fork, which has none of the helpers. */

@@ -1,4 +1,4 @@
-"""How many threads the compiled kernels run on."""
+"""How many threads the compiled kernels run on: one number for the process, as there is one team of them."""
 
 import torch
 

@@ -138,7 +138,7 @@ def test_tokens_arrive_as_they_are_made(client: openai.OpenAI) -> None:
     extra: Any = {"ignore_eos": True} | PLAIN
     arrivals = [time.monotonic() - start for _ in client.completions.create(**fields, stream=True, extra_body=extra)]
     total = arrivals[-1]
-    assert len(arrivals) > 100
+    assert len(arrivals) > 30  # some steps of this tiny model at a time: a delivery each 6 ms at most
     assert arrivals[0] < 0.25 * total
     assert max(later - earlier for earlier, later in itertools.pairwise(arrivals)) < 0.5 * total
 

@@ -60,6 +60,39 @@ assert torch.equal(compute(), expected)
 """)
 
 
+def test_others_compute_and_a_call_ends_when_all_who_came_have_left() -> None:
+    run("""
+import ctypes
+from kernels.cpu.calls import loaded_library
+
+BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+split = loaded_library().released.run_on_threads
+split.argtypes = (ctypes.c_int64, BODY, ctypes.c_void_p)
+
+def call(num_threads):
+    inside, entered, left, all_in = set(), 0, 0, threading.Event()
+
+    def body(_):
+        nonlocal entered, left
+        if all_in.is_set():  # nothing is left to do
+            return
+        entered += 1
+        inside.add(threading.get_native_id())
+        if entered == num_threads:
+            all_in.set()
+        assert all_in.wait(60)
+        time.sleep(0.0 if threading.get_native_id() == os.getpid() else 0.1)  # the caller is done first
+        left += 1
+
+    split(num_threads, BODY(body), None)
+    assert (entered, left, len(inside)) == (num_threads,) * 3, (entered, left, inside)
+
+call(4)
+call(2)  # of a team of four
+call(4)
+""")
+
+
 def test_threads_that_call_at_once_each_get_their_own_result() -> None:
     run("""
 inputs = [x + i for i in range(4)]

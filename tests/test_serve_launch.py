@@ -55,6 +55,18 @@ def test_what_the_environment_says_to_ray_stands(monkeypatch: pytest.MonkeyPatch
     assert {name: os.environ[name] for name in RAY_DEFAULTS} == RAY_DEFAULTS | {"RAY_worker_niceness": "7"}
 
 
+def test_where_batch_scheduling_is_refused_it_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_OTHER)
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    launch.schedule_as_batch()
+    assert "Operation not permitted" in capsys.readouterr().err
+
+
 def test_the_ready_line_can_be_pasted(
     file: ServeFile,
     interrupts: list[tuple[int, int]],

@@ -35,7 +35,7 @@ RAY_DEFAULTS = {
     "RAY_worker_niceness": "0",
     # A streamed delivery costs the processes on its way less than half: by gRPC from deployment to deployment rather
     # than as an object of Ray's, and without a change of threads in each. Where the model's threads have no more cores
-    # than they use, whatever those processes take stops all of them. These are switches of Serve's own, which its
+    # than they use, whatever those processes take delays all of them. These are switches of Serve's own, which its
     # RAY_SERVE_THROUGHPUT_OPTIMIZED sets, too. For one machine: a node that falls silent ends a call of Ray's soon, and
     # one of gRPC's after minutes.
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",

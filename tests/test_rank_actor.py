@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from app.config import AppConfig
 from app.serve.rank_actor import RankActor, Rendezvous
 from tests.helpers.gang_cluster import wait_for
+from tests.helpers.rank_processes import leave_process_group
 
 CONFIG = {"model": "some/model", "device": "cpu", "tensor_parallel_size": 2}
 JOIN_LIMIT_S = 2.0
@@ -59,6 +60,7 @@ def load_apart(index: int, work: Path) -> None:
     dist.all_reduce(ranks)
     (work / f"sum {index}").write_text(str(int(ranks)))
     wait_for(lambda: all((work / f"sum {other}").exists() for other in range(2)))
+    leave_process_group()
 
 
 def test_ranks_may_load_longer_apart_than_they_may_take_to_meet(tmp_path: Path) -> None:

@@ -84,8 +84,13 @@ def process_group(rank: int, num_ranks: int, work: Path) -> Iterator[TensorParal
         store.set(f"done {rank}", "")
         store.wait([f"done {other}" for other in range(num_ranks)])
     finally:
-        set_tensor_parallel_group(ALONE)  # which would keep the group, and its threads, beyond the interpreter's end
-        dist.destroy_process_group()
+        leave_process_group()
+
+
+def leave_process_group() -> None:
+    """Ends the group's threads: one that still runs when the interpreter ends may abort the process."""
+    set_tensor_parallel_group(ALONE)  # which would keep the group, and its threads, beyond the interpreter's end
+    dist.destroy_process_group()
 
 
 def _next_plan() -> StepPlan | None:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -445,3 +447,25 @@ def test_serve_benchmark_alternates_drafts_and_none_on_prompts_of_their_own(scri
 def test_serve_benchmark_says_where_it_found_no_server():
     with pytest.raises(ValueError, match="start one with `make serve`"):
         bench_serve.run(bench_serve.parse_arguments(["--url", "http://127.0.0.1:9", "--quick"]))
+
+
+@pytest.mark.cluster
+def test_what_serve_itself_takes_is_measured_beside_the_engine(tiny_checkpoint):
+    folder = Path(tempfile.mkdtemp(prefix="forerun-", dir="/tmp"))  # short: Ray makes sockets below it
+    arguments = ["--model", str(tiny_checkpoint(max_position_embeddings=1024)), "--streams", "4", "--rounds", "1"]
+    process = subprocess.run(
+        [sys.executable, "-m", "benchmarks.serve_floor", *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    shutil.rmtree(folder, ignore_errors=True)
+    assert process.returncode == 0, process.stderr
+    result = last_json(process.stdout)
+    [rates] = result["rounds"]
+    assert list(rates) == ["alone", "beside an idle Serve", "beside streams of Serve"]
+    assert all(rate > 0 for rate in rates.values())
+    assert len(result["first_chunk_ms"]) == 40
+    assert min(result["first_chunk_ms"]) > 0

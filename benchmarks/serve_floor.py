@@ -2,8 +2,8 @@
 
     python -m benchmarks.serve_floor --model .cache/models/SmolLM2-135M-Instruct
 
-The least is an ingress that hands every request on to a replica, and a replica that says the same words five times a
-second, which is as often as ours delivers with many streams: nothing is read but the body, nothing computed. What the
+The least is an ingress that hands every request on to a replica, and a replica that says the same words as often as
+ours delivers with many streams, five times a second: nothing is read but the body, nothing computed. What the
 engine keeps beside it is the most that an application of Serve can reach on these cores; the time to its first chunk
 is what a first token takes on top of the step that makes it.
 """
@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from app.engine_config import EngineConfig
+from app.async_engine import MOST_PAUSE_S
 from app.llm_engine import LLMEngine
 from app.serve.launch import schedule_as_batch, tell_ray
 from benchmarks.engine_runs import EngineRunner
@@ -36,19 +36,19 @@ from benchmarks.report import format_table, print_header, print_json
 from benchmarks.workloads import NUM_NEW_TOKENS, PromptSet, Workload
 
 ENDPOINT = "/v1/completions"
-DELIVERY_S, DELIVERIES = 0.2, 25  # an answer of 128 tokens, at the rate of 32 streams on two cores
+NUM_DELIVERIES = 25  # an answer of 128 tokens, at the rate of 32 streams on two cores
 NUM_FIRST_CHUNKS, REST_S = 40, 0.15  # between them everything rests for about as long as a prompt's step takes
 STATES = ("alone", "beside an idle Serve", "beside streams of Serve")
 
 
 @serve.deployment(max_ongoing_requests=1000)
 class LeastReplica:
-    async def generate(self, request: tuple[list[int], int]) -> AsyncIterator[tuple[str, list[int]]]:
-        """The same words, to all streams at the same moments; a first one at once."""
+    async def generate(self, prompt: list[int], num_deliveries: int) -> AsyncIterator[tuple[str, list[int]]]:
+        """The same words, to all streams at the same moments; the first at once."""
         loop = asyncio.get_running_loop()
-        for index in range(request[1]):
+        for index in range(num_deliveries):
             if index > 0:
-                await asyncio.sleep(DELIVERY_S - loop.time() % DELIVERY_S)
+                await asyncio.sleep(MOST_PAUSE_S - loop.time() % MOST_PAUSE_S)
             yield " and so on, and", [1, 2, 3, 4, 5]
 
 
@@ -65,7 +65,7 @@ class LeastIngress:
         body = await request.json()
 
         async def events() -> AsyncIterator[str]:
-            async for text, _ in self._replica.generate.remote((body["prompt"], body["max_tokens"])):
+            async for text, _ in self._replica.generate.remote(body["prompt"], body["max_tokens"]):
                 yield f'data: {{"choices": [{{"index": 0, "text": "{text}", "finish_reason": null}}]}}\n\n'
             yield "data: [DONE]\n\n"
 
@@ -92,13 +92,16 @@ def serve_the_least(connection: Connection, prompts: list[list[int]], long_promp
     connection.send(first_ms)
     connection.recv()
     while not connection.poll():
-        asyncio.run(client.stream_all([{"prompt": prompt, "max_tokens": DELIVERIES} for prompt in prompts]))
+        asyncio.run(client.stream_all([{"prompt": prompt, "max_tokens": NUM_DELIVERIES} for prompt in prompts]))
     serve.shutdown()
     ray.shutdown()
 
 
 def run_round(runner: EngineRunner, prompts: PromptSet, workload: Workload) -> tuple[dict[str, float], list[float]]:
-    """Tokens per second of each state, and milliseconds to first chunks. Serve starts and ends with the round."""
+    """Tokens per second of each state, and milliseconds to first chunks. Serve starts and ends with the round.
+
+    Raises RuntimeError where Serve ends before it was told to; why is its own output.
+    """
     waves = prompts.waves(workload)
 
     def rate() -> float:
@@ -111,12 +114,17 @@ def run_round(runner: EngineRunner, prompts: PromptSet, workload: Workload) -> t
     process = context.Process(target=serve_the_least, args=(theirs, waves[0], prompts.long_prompts))
     process.start()
     theirs.close()
-    first_ms = ours.recv()
-    rates.append(rate())
-    ours.send("stream")
-    rates.append(rate())
-    ours.send("end")
-    process.join()
+    try:
+        with ours:  # closed, whatever happens, which ends Serve
+            first_ms = ours.recv()
+            rates.append(rate())
+            ours.send("stream")
+            rates.append(rate())
+            ours.send("end")
+    except (EOFError, BrokenPipeError):
+        raise RuntimeError("Serve has ended early: its own output above says why") from None
+    finally:
+        process.join()
     return dict(zip(STATES, rates, strict=True)), first_ms
 
 
@@ -128,7 +136,10 @@ def main() -> None:
     options = parser.parse_args()
     schedule_as_batch()  # as what `make serve` starts
     sizes = {"max_model_len": 1024, "max_num_seqs": options.streams, "enable_prefix_caching": False}
-    runner = EngineRunner(LLMEngine(EngineConfig(model=options.model, **sizes), progress=False))
+    try:
+        runner = EngineRunner(LLMEngine(model=options.model, progress=False, **sizes))
+    except ValueError as error:
+        raise SystemExit(f"serve_floor: {error}") from None
     prompts, workload = PromptSet(runner.engine.loaded.vocab_size), Workload(options.streams, "open")
     runner.run(prompts.waves(workload), num_new_tokens=8)
     print_header(this_machine(), options.model, load=f"{os.getloadavg()[0]:.1f} processes at the start")

@@ -61,6 +61,8 @@ def load_apart(index: int, work: Path) -> None:
     (work / f"sum {index}").write_text(str(int(ranks)))
     wait_for(lambda: all((work / f"sum {other}").exists() for other in range(2)))
     leave_process_group()
+    threads = [task.read_text() for task in Path("/proc/self/task").glob("*/comm")]
+    assert not [name for name in threads if "gloo" in name], "one that outlives the interpreter may abort the process"
 
 
 def test_ranks_may_load_longer_apart_than_they_may_take_to_meet(tmp_path: Path) -> None:
